@@ -51,11 +51,13 @@ def prepare_rank() -> torch.device:
         check_parts("deepspeed", deepspeed, CPU_PARTS)
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ.get("RANK") == "0":
+        log.show_choices()
     count_gpus()
     device = local_device()
     if device.type == "cpu":
         cpu.keep_heap()
-    if device.type == "cuda":
+    else:
         kernel_check.keep_on_this_node()
         if device.index >= torch.cuda.device_count():
             seen = counted(torch.cuda.device_count(), "GPU")

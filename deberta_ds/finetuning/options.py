@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="TOML",
         help="settings, such as launch/runs/superglue/small.toml; any can be overridden: "
         "--all.epochs=3, --RTE.epochs=4 for one task")
-    add("--deepspeed_config", metavar="JSON", 
+    add("--deepspeed_config", metavar="JSON",
         help=f"how it is run (default: {_GPU_JSON} on a GPU with bf16, else fp32 without ZeRO)")
     add("--tokenizer", help="path of a tokenizer: for random:PRESET, or where the model has none")
     add("--sift", action="store_true",
@@ -58,16 +58,14 @@ def open_task(name: str) -> "Task":
 def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "tuple[Task, ...]",
                 init_from: dict[str, str], keep_models: bool, show_scores: bool = False) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
-    from deberta_ds.engine import ds_config
     from deberta_ds.engine.check import check_deepspeed
-    from deberta_ds.engine.engine import init_distributed, prepare_rank
+    from deberta_ds.engine.engine import local_device
     from deberta_ds.finetuning import settings
     from deberta_ds.finetuning.models import open_start
     from deberta_ds.finetuning.sweep import Sweep
     from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
     from deberta_ds.model.kernels import kernel_table
-    from deberta_ds.model.precision import DTYPES
-    from deberta_ds.training.setup import agree_on_kernels, check_kernels_first
+    from deberta_ds.training.setup import join_with_kernels, kernel_choices
 
     names = [task.name for task in tasks]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -86,40 +84,33 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "tuple
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
     longest = max(settings.resolve(task, tables).max_length for task in tasks)
-    device = prepare_rank()
-    json = options.deepspeed_config or _default_json()
-    values = ds_config.load(json) if json else {}
-    warnings = check_deepspeed(values, json or "DeepSpeed's defaults")
+    json, values = _deepspeed(options.deepspeed_config)
+    warnings = check_deepspeed(values, json)
     start = open_start(options.model, options.tokenizer)
 
-    def choose() -> str:
-        weights, matmuls = ds_config.precision(values), ds_config.product_precision(values)
-        found = [kernel_table.choices(start.config, device, DTYPES[weights], DTYPES[matmuls],
-                                      length, ds_config.zero_stage(values), ("cross-entropy",))
-                 for length in (1, longest)]
-        return kernel_table.in_a_line(found[-1])
-
-    check_kernels_first(choose)
-    init_distributed()
-    for line in (f"DeepSpeed: {json or 'fp32 without ZeRO'}",
-                 f"kernels: {agree_on_kernels(choose)}", *warnings):
+    kernels = join_with_kernels(lambda: [kernel_table.in_a_line(kernel_choices(
+        start.config, values, length, without=("cross-entropy",))) for length in (1, longest)])
+    for line in (f"DeepSpeed: {json}", f"kernels: {kernels[-1]}", *warnings):
         say(line)
     return Sweep(
         tasks=tasks, num_seeds=options.seeds, start=start,
-        data=options.data or ".", out=options.out, deepspeed=values, device=device, settings=tables,
+        data=options.data or ".", out=options.out, deepspeed=values,
+        device=local_device(), settings=tables,
         init_from=init_from, carved=tuple(task_named(name).name for name in options.carve_train),
         any_size=options.any_size, max_bad=options.max_bad, predict_test=not options.skip_test,
         keep_models=keep_models, show_scores=show_scores, say=say)
 
 
-def _default_json() -> str:
-    """Return the DeepSpeed JSON of this machine for a user who names none; empty: none."""
+def _deepspeed(path: str | None) -> tuple[str, dict]:
+    """Return the name of a DeepSpeed JSON and its values; of this machine's where none is given."""
     import torch
 
     from deberta_ds.cluster.driver import count_gpus
+    from deberta_ds.engine import ds_config
 
-    able = count_gpus() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return _GPU_JSON if able else ""
+    if not path and count_gpus() and torch.cuda.is_bf16_supported(including_emulation=False):
+        path = _GPU_JSON
+    return (path, ds_config.load(path)) if path else ("fp32 without ZeRO", {})
 
 
 def say(text: str) -> None:

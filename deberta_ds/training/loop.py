@@ -27,7 +27,7 @@ from deberta_ds.training import best
 from deberta_ds.training.bad_steps import BadSteps
 from deberta_ds.training.journal import Journal
 from deberta_ds.training.saver import Saver
-from deberta_ds.training.setup import batches_of, kernel_choices
+from deberta_ds.training.setup import batches_of, kernels_of
 from deberta_ds.training.start import Started, start
 from deberta_ds.training.step import BadStepError, StepResult, train_step
 
@@ -55,10 +55,8 @@ def _train(run: RunConfig, started: Started, stop_request: signals.StopRequest,
     trainer = Trainer(run, started, stop_request, watchdog)
     event, detail = ("resume", f"from {started.found.path}") if started.record else (
         "start", "from step 0")
-    kernels = kernel_choices(run, started.inputs.ds).items()
-    trainer.journal.event(event, detail, lost_seconds=started.lost_now,
-                          world_size=dist.world_size(), kernels=", ".join(
-                              f"{idea} {one['kernel']}" for idea, one in kernels))
+    trainer.journal.event(event, detail, lost_seconds=started.lost_now, kernels=kernels_of(
+        run, started.inputs.ds), world_size=dist.world_size())
     try:
         with _profiled(run) as trainer.after_step:
             stopped = trainer.run_to_end()

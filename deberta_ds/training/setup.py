@@ -8,6 +8,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from deberta_ds.checkpoint.find import Found, find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule, own_parts, run_config
+from deberta_ds.config.model import ModelConfig
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.config.toml_files import flatten
@@ -93,33 +95,29 @@ def join_group(run: RunConfig, ds_values: dict, place: str) -> list[str]:
     every rank.
     """
     warnings = check_deepspeed(ds_values, place)
-    check_kernels_first(lambda: kernel_choices(run, ds_values))
-    device = engine.init_distributed()
+    join_with_kernels(partial(kernel_choices, run.model, ds_values, run.data.seq_len))
     check_alike(flatten(run_config.to_dict(run)) | {
         f"{key} of the DeepSpeed JSON": value for key, value in flatten(ds_values).items()} | {
         f"version of {name}": version for name, version in versions().items()})
     dist.together(lambda: check_run(run, ds_values, dist.world_size(), None, place))
-    agree_on_kernels(lambda: kernel_choices(run, ds_values))
-    if device.type == "cpu":
+    if local_device().type == "cpu":
         cpu.use_onednn()
     elif run.train.tf32:
         torch.set_float32_matmul_precision("high")
     return warnings
 
 
-def check_kernels_first(choose: Callable[[], Any]) -> None:
-    """Check the kernels of this node before the process group is there: its first rank alone."""
+def join_with_kernels(choose: Callable[[], Any]) -> Any:
+    """Join the process group; return what `choose` says of the kernels on this rank.
+
+    The first rank of each node checks them before the group is there. UserError on every rank if a
+    kernel fails its check on any node.
+    """
     engine.prepare_rank()
     if dist.local_rank() == 0:
-        with suppress(UserError):  # said by `agree_on_kernels`, on every rank
+        with suppress(UserError):  # raised below, on every rank
             choose()
-
-
-def agree_on_kernels(choose: Callable[[], Any]) -> Any:
-    """Return what `choose` says, with the verdicts of all nodes; call on every rank.
-
-    Raises UserError, on every rank, if a kernel fails its check on any.
-    """
+    engine.init_distributed()
     for found in dist.gather_objects(kernel_check.verdicts):
         kernel_check.merge(found)
     return dist.together(choose)
@@ -189,7 +187,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
-    lines.append(f"kernels: {kernel_table.in_a_line(kernel_choices(run, inputs.ds))}")
+    lines.append(f"kernels: {kernels_of(run, inputs.ds)}")
     lines.append(f"data: {rows:,} sequences of {run.data.seq_len} tokens = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs: {epochs}")
     first, full = run.train.initial_batch_size, run.train.global_batch_size
@@ -199,12 +197,18 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     return lines + _warnings(run, inputs)
 
 
-def kernel_choices(run: RunConfig, ds: dict) -> dict[str, dict[str, str]]:
-    """Return which implementation of each part of the model this rank takes, and why."""
+def kernel_choices(model: ModelConfig, ds: dict, length: int, without: tuple[str, ...] = ()
+                   ) -> dict[str, dict[str, str]]:
+    """Return which implementation of each part of a model this rank takes, and why."""
     weights = DTYPES[ds_config.precision(ds)]
     matmuls = DTYPES[ds_config.product_precision(ds)]
-    return kernel_table.choices(run.model, local_device(), weights, matmuls, run.data.seq_len,
-                           ds_config.zero_stage(ds))
+    return kernel_table.choices(model, local_device(), weights, matmuls, length,
+                                ds_config.zero_stage(ds), without)
+
+
+def kernels_of(run: RunConfig, ds: dict) -> str:
+    """Return `kernel_choices` of a run as one line."""
+    return kernel_table.in_a_line(kernel_choices(run.model, ds, run.data.seq_len))
 
 
 def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
@@ -265,7 +269,8 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
               "versions": versions(),
               "content_hashes": inputs.dataset.content_hashes | own_parts.digests(run),
               "world_size": dist.world_size(),
-              "parameters": inputs.num_parameters, "kernels": kernel_choices(run, inputs.ds),
+              "parameters": inputs.num_parameters, 
+              "kernels": kernel_choices(run.model, inputs.ds, run.data.seq_len),
               "hardware": meters.hardware(local_device()), "device": local_device().type,
               "commit": meters.commit()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")

@@ -9,6 +9,7 @@ from superglue_helpers import sample, tiny_start
 from test_finetune_loop import ROOT
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.engine import ds_config
 from deberta_ds.finetuning import options
 from deberta_ds.finetuning.features import encode
 from deberta_ds.finetuning.settings import Settings, load, resolve
@@ -90,9 +91,12 @@ def test_there_is_a_preset_for_every_size():
 
 
 @pytest.mark.parametrize(("gpus", "able", "name"), [
-    (0, True, ""), (1, False, ""), (8, True, "ds_configs/zero1_bf16.json")])
+    (0, True, "fp32 without ZeRO"), (1, False, "fp32 without ZeRO"),
+    (8, True, "ds_configs/zero1_bf16.json")])
 def test_a_gpu_with_bf16_takes_it_unless_told(monkeypatch, gpus, able, name):
     """In fp32 a GPU's kernels lie idle, and that was the default."""
     monkeypatch.setattr("deberta_ds.cluster.driver.count_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: able)
-    assert options._default_json() == name
+    found, values = options._deepspeed(None)
+    assert found == name and ds_config.precision(values) == ("bf16" if "bf16" in name else "fp32")
+    assert options._deepspeed("ds_configs/zero1_fp32.json")[0] == "ds_configs/zero1_fp32.json"

@@ -98,7 +98,7 @@ def test_kernels_are_named_by_check_at_the_start_and_in_the_runs_config(tmp_path
         assert "kernels: attention reference (attention = 'reference'); " in text
         assert "cross-entropy chunked, LayerNorm torch" in text and "(not fused: no GPU)" in text
     begun = json.loads((tmp_path / "out/metrics.jsonl").read_text().splitlines()[0])
-    assert begun["event"] == "start" and begun["kernels"].startswith("attention reference, cross-")
+    assert begun["event"] == "start" and begun["kernels"].startswith("attention reference (")
     saved = json.loads((tmp_path / "out/config.json").read_text())["kernels"]
     assert saved["attention"] == {"kernel": "reference", "why": "attention = 'reference'"}
     assert saved["dropout"]["kernel"] == "hash"
@@ -106,13 +106,12 @@ def test_kernels_are_named_by_check_at_the_start_and_in_the_runs_config(tmp_path
 
 def test_tf32_is_for_gpus_alone_and_only_on_request(tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "check_deepspeed", lambda *_: [])
-    monkeypatch.setattr(setup, "kernel_choices", lambda *_: {})
-    monkeypatch.setattr(setup.engine, "prepare_rank", lambda: None)
+    monkeypatch.setattr(setup, "join_with_kernels", lambda choose: None)
     monkeypatch.setattr(setup.cpu, "use_onednn", lambda: None)
     run_file, found = str(make_run(tmp_path)), []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
     for device in ("cpu", "cuda"):
-        monkeypatch.setattr(setup.engine, "init_distributed", partial(torch.device, device))
+        monkeypatch.setattr(setup, "local_device", partial(torch.device, device))
         for given in ("false", "true"):
             run, _ = run_config.load(run_file, [f"--train.tf32={given}"])
             setup.join_group(run, {}, "run.toml")

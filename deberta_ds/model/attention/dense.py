@@ -60,9 +60,8 @@ def _scores(q_GQD: Tensor, k_GLD: Tensor, pos_key_HSD: Tensor | None,
         if columns_BQ is None:
             scores_GQL += skewed_view(products_GQC, keys)
         else:  # each pair has an element of its own, so backward has one writer per element
-            columns_BQL = torch.arange(keys - 1, 2 * keys - 1, device=q_GQD.device) \
-                - columns_BQ[:, :, None]
-            index_GQL = columns_BQL.repeat(len(pos_key_HSD), 1, 1)
+            columns_L = torch.arange(keys - 1, 2 * keys - 1, device=q_GQD.device)
+            index_GQL = (columns_L - columns_BQ[:, :, None]).repeat(len(pos_key_HSD), 1, 1)
             scores_GQL += products_GQC.gather(2, index_GQL)
     if pos_query_HSD is not None:
         term_GLL = skewed_view(_products(k_GLD, pos_query_HSD, keys, geometry, 1, scale), keys)
