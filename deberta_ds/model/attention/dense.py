@@ -44,7 +44,7 @@ def dense_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD:
             bits = dropout_bits(seed, batch, heads, queries, keys, q_BHQD.device)
             rows, columns = (x.transpose(0, 1) for x in bits)
             probs_HBQL = probs_HBQL * keep_pairs(rows, columns, drop_threshold(dropout))
-        context_GQD = _product(probs_HBQL.flatten(0, 1), v_GLD, 1 / (1 - dropout))
+        context_GQD = torch.bmm(probs_HBQL.flatten(0, 1), v_GLD) * (1 / (1 - dropout))
         context_BQHD = context_GQD.view(heads, batch, queries, size).permute(1, 2, 0, 3)
         return context_BQHD.masked_fill(padding_BQ[:, :, None, None], 0.0)
 
