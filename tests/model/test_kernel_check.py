@@ -16,7 +16,7 @@ def check(monkeypatch, tmp_path):
     """Function that checks under a stand-in for Python, a shell script."""
     pytest.importorskip("triton")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(kernel_check, "_missing", lambda: "")
+    monkeypatch.setattr(kernel_check, "missing_tools", lambda: "")
     monkeypatch.setattr(kernel_check, "_MOST_SECONDS", 1)
     script = tmp_path / "python"
 
@@ -73,7 +73,7 @@ def test_what_triton_needs_is_looked_for(monkeypatch, tmp_path, tools, header, w
     monkeypatch.setattr("sysconfig.get_path", lambda *names: str(tmp_path))
     if header:
         (tmp_path / "Python.h").touch()
-    assert words in (missing := kernel_check._missing()) and bool(missing) == bool(words)
+    assert words in (missing := kernel_check.missing_tools()) and bool(missing) == bool(words)
 
 
 def test_what_triton_compiles_stays_on_this_node(monkeypatch, tmp_path):

@@ -65,7 +65,7 @@ def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Pat
     are made of; a change of them, or of this file, asks again. compare() returns the largest
     relative error and of what it is; it is pickled for the process that runs it.
     """
-    if missing := _missing():
+    if missing := missing_tools():
         return _failed(device, missing)
     path = results_file()
     key = f"{_platform(device)}, kernels {_digest(sources)}, {str(dtype)[6:]}, {kind}"
@@ -81,7 +81,7 @@ def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Pat
     return verdicts[key]
 
 
-def _missing() -> str:
+def missing_tools() -> str:
     """Return what Triton needs of this machine and does not find, or an empty string."""
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     if importlib.util.find_spec("triton") is None:
