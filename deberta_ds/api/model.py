@@ -11,9 +11,8 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate.fill_mask import Filling, check_fills_masks, fill_mask
-from deberta_ds.evaluate.pair_scores import score_pairs
+from deberta_ds.evaluate.pair_scores import original_scores, score_pairs
 from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences
-from deberta_ds.evaluate.sentence_scores import cut_work, original_scores
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.tokenizer import Tokenizer
@@ -140,8 +139,7 @@ class Model:
             raise UserError(f"{self._path}: has no head of a discriminator; give a run of "
                             "replaced-token detection, or its export")
         rows = encode_sentences([text], self.tokenizer, self._loaded.model_config.max_position)
-        [(_, scores_BL)] = original_scores(self.module, head, rows,
-                                           cut_work(np.array([len(rows[0])])))
+        scores_BL = original_scores(self.module, head, rows, np.array([0]))
         ids = rows[0][1:-1]
         return list(zip(self.tokenizer.pieces(ids), (1 - np.exp(scores_BL[0, 1:-1])).tolist(),
                         strict=True))

@@ -147,6 +147,9 @@ class OptimConfig:
                                             ge=0, le=1)
 
 
+PROFILE_AFTER = 5  # steps in which kernels are compiled and memory is found
+
+
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much at a time, and what is written when."""
@@ -187,6 +190,11 @@ class TrainConfig:
                                  "deviations is bad; 0: never", 0.0, ge=0, le=1e6)
     stop_after: int = option("save and stop at this step, for example before a time limit; 0: run "
                              "to the end", 0, ge=0, le=1 << 40)
+
+    profile_steps: int = option(f"steps to record with torch.profiler after the first "
+                                f"{PROFILE_AFTER} of a start; 0: none", 0, ge=0, le=100)
+    profile_ranks: tuple[int, ...] = option("ranks that write OUT/traces/*-rank-N.json.gz (for "
+                                            "ui.perfetto.dev)", (0,), min_length=1)
 
     def __post_init__(self):
         if bool(self.initial_batch_size) != bool(self.batch_warmup_steps):
@@ -253,6 +261,8 @@ class RunConfig:
     evaluate: EvaluateConfig = EvaluateConfig()
 
     def __post_init__(self):
+        if "\0" in self.out_dir:
+            raise ValueError("out_dir holds a NUL character")
         if self.init.generator and not self.init.source and self.objective.kind != "rtd_cached":
             raise ValueError("init.generator needs init.from")
         if self.init.embeddings_only and self.objective.kind != "mlm":
@@ -317,7 +327,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
             set_value(values, key, value)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        origins[key] = "command line"
+        origins = {name: origin for name, origin in origins.items()
+                   if not name.startswith(f"{key}.")}  # a table takes the place of the whole
+        origins |= dict.fromkeys(flatten({key: value}), "command line")
     _apply_defaults(values, origins, str(path))
     if complete:
         complete(values, origins)

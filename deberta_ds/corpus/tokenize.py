@@ -76,7 +76,7 @@ def tokenize_corpus(units: list[list[Extent]], out: str | Path, tokenizer: Token
                                filters)
     with ExitStack() as stack:
         finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part,
-                                            beside=Path(out)))
+                                            other=Path(out)))
                     for target in reversed(targets)]
         if not all(finished):
             jobs = {f"{number:05d}": (number, unit, targets, str(tokenizer.path), read, clean,

@@ -44,7 +44,7 @@ FORK = multiprocessing.get_context("fork")
 
 @contextmanager
 def job(directory: str | Path, description: dict, *, finished: str, part: Part = None,
-        beside: Path | None = None) -> Iterator[bool]:
+        other: Path | None = None) -> Iterator[bool]:
     """Context in which this process alone (or the parts of an array together) works in `directory`;
     yields whether the job is done.
 
@@ -52,7 +52,7 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
     UserError if the directory holds another job's output, or if another process is at work in it.
     Temporary files of a killed run are removed at the start, markers of units at the end. What a
     job of another description left is taken for a first try that ended on an error, and removed, if
-    it finished no file here and `beside`, where the markers of a job in two directories lie.
+    it finished no file here and in `other`, where the markers of a job in two directories lie.
     """
     directory = Path(directory)
     text = _plan_text(description)
@@ -66,7 +66,7 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
         stack.enter_context(_locked(directory, LOCK, shared=part is not None))
         if part:
             stack.enter_context(_locked(directory, f"{LOCK}-{part[0]}-of-{part[1]}", shared=False))
-        if not part and _is_first_try(directory, text) and _is_first_try(beside or directory, text):
+        if not part and _is_first_try(directory, text) and _is_first_try(other or directory, text):
             _remove_empty(directory)
         _check_description(directory, text)
         for leftover in [] if part else directory.rglob(_TEMPORARY):

@@ -1,4 +1,4 @@
-"""Rows whose masked tokens a frozen generator has replaced, stored beside a packed corpus.
+"""Rows whose masked tokens a frozen generator has replaced, stored next to a packed corpus.
 
     DIRECTORY/
       manifest.json              written last: what made it, the checksums

@@ -73,8 +73,7 @@ def init_distributed() -> torch.device:
         raise UserError(
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
             f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
-            f"({first_line(error)}); {remedy}"
-        ) from error
+            f"({first_line(error)}); {remedy}") from error
     if dist.is_main():
         log.show_choices()
     return device

@@ -120,7 +120,7 @@ def _likelihoods(model: LoadedModel, sentences: list[list[int]],
         values[items] = part
     return {name: np.bincount(queries.sentence, weights=values * chosen, minlength=len(sentences))
             for name, chosen in (("pll_word_ids" if word_ids else "pll_word", queries.by_word),
-                                 ("pll_piece", queries.by_piece))}
+                                 ("pll_piece", queries.by_token))}
 
 
 def _originality(model: LoadedModel, sentences: list[list[int]], place: np.ndarray

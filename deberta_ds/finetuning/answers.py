@@ -90,10 +90,8 @@ def best_threshold(examples: Sequence[Example], scores: Sequence[np.ndarray]) ->
     return float(edges[int(totals.argmax())])
 
 
-def write_official(
-    directory: Path, examples: Sequence[Example], texts: Sequence[object],
-    scores: Sequence[np.ndarray]
-) -> None:
+def write_official(directory: Path, examples: Sequence[Example], texts: Sequence[object],
+                   scores: Sequence[np.ndarray]) -> None:
     """Write what the official scripts read: predictions.json, and null_odds.json for v2.0."""
     answers = {example.id: text for example, text in zip(examples, texts, strict=True)}
     odds = {example.id: round(float(numbers[MARGIN]), 6)

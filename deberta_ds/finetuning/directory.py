@@ -5,7 +5,7 @@
     DIR/finetuned.json                   the task and its settings; written last, so it marks the
                                          directory as whole
 
-    head        transformers class (v2, v3; Deberta... for v1)    tensors beside the encoder's
+    head        transformers class (v2, v3; Deberta... for v1)    tensors next to the encoder's
     classify, multilabel, regress
                 DebertaV2ForSequenceClassification                 pooler.dense.*, classifier.*
     tags        DebertaV2ForTokenClassification (a word's label    classifier.*
@@ -84,9 +84,8 @@ def _inside(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def save_finetuned(
-    directory: Path, task: Task, settings: Settings, config: ModelConfig,
-    weights: Mapping[str, Tensor], tokenizer: Tokenizer, threshold: float = 0.0,
-) -> None:
+        directory: Path, task: Task, settings: Settings, config: ModelConfig,
+        weights: Mapping[str, Tensor], tokenizer: Tokenizer, threshold: float = 0.0) -> None:
     """Write the TaskModel weights of a fine-tuned model; a reader never sees a half-new one."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FACTS).unlink(missing_ok=True)
@@ -138,8 +137,7 @@ def _head_values(task: Task, settings: Settings, name: str | None) -> dict:
         "id2label": {str(number): label for number, label in enumerate(labels)},
         "label2id": {label: number for number, label in enumerate(labels)},
         "pooler_dropout": 0.0,
-        "cls_dropout": settings.head_dropout,
-    }
+        "cls_dropout": settings.head_dropout}
     if task.head in _PROBLEMS:
         values["problem_type"] = _PROBLEMS[task.head]
     return values

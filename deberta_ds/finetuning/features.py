@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.faults import Faults
 from deberta_ds.finetuning.layouts import PLACEHOLDER, Example, Label, classes_of, shared
+from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
 
@@ -56,16 +56,9 @@ class Feature:
         return len(self.sequences) * max(map(len, self.sequences))
 
 
-def encode(
-    task: Task,
-    examples: Iterable[Example],
-    tokenizer: Tokenizer,
-    *,
-    max_length: int,
-    window_overlap: int,
-    truncation: str = "first",
-    faults: Faults | None = None,
-) -> list[Feature]:
+def encode(task: Task, examples: Iterable[Example], tokenizer: Tokenizer, *, max_length: int,
+           window_overlap: int, truncation: str = "first",
+           faults: Faults | None = None) -> list[Feature]:
     """Return one Feature per example, in order; without those that go to `faults`, if given.
 
     Raises TooLongError, for all examples at once, if the part that must not be cut (question and
@@ -141,8 +134,7 @@ class _Encoder:
         return Feature(
             position=position, sequences=tuple(sequences), spans=tuple(map(shared, spans)),
             num_slots=len(example.spans), label=label,
-            slot_labels=tuple(map(shared, slot_labels)), cut_tokens=cut, inner=inner, lost=lost,
-        )
+            slot_labels=tuple(map(shared, slot_labels)), cut_tokens=cut, inner=inner, lost=lost)
 
     def tokenless(self, example: Example) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return Feature.inner and .lost: where each character is a word, many share a token."""
@@ -246,8 +238,7 @@ class _Encoder:
         return Feature(
             position=position, sequences=tuple(rows), spans=tuple(spans), num_slots=2 * len(rows),
             label=-1, slot_labels=tuple(map(float, targets)), cut_tokens=0,
-            offsets=tuple(offsets[start : start + room] for start in starts),
-        )
+            offsets=tuple(offsets[start : start + room] for start in starts))
 
     def spans(self, example: Example, texts: tuple[str, ...], starts: list[int], room: int):
         """Return (row, slot, start, end) in tokens of the row; a mention once per whole window."""
@@ -263,11 +254,8 @@ class _Encoder:
             if span.text > 0 or not whole:
                 # Longer than the overlap: taken from the window that shows most of it.
                 whole = whole[:1] or [
-                    max(
-                        range(len(starts)),
-                        key=lambda w: min(end, starts[w] + room) - max(first, starts[w]),
-                    )
-                ]
+                    max(range(len(starts)),
+                        key=lambda w: min(end, starts[w] + room) - max(first, starts[w]))]
             for window in whole:
                 low = max(first - starts[window], 0)
                 high = min(end - starts[window], room) if span.text == 0 else end
@@ -354,8 +342,7 @@ class FeatureBatch:
         tensors = {
             field.name: getattr(self, field.name).to(device)
             for field in fields(self)
-            if field.name not in ("longest_span", "rows")
-        }
+            if field.name not in ("longest_span", "rows")}
         return replace(self, **tensors)
 
 
@@ -381,18 +368,13 @@ def collate(features: Sequence[Feature], weights: Sequence[float] | None = None)
     for part, (r, _, low, high) in zip(offsets, spans, strict=False):
         characters_RL2[r, low:high] = torch.from_numpy(part)
     return FeatureBatch(
-        input_ids_RL=torch.from_numpy(ids_RL),
-        segments_RL=torch.from_numpy(segments_RL),
-        example_R=torch.tensor([e for e, _ in rows]),
-        span_row_S=spans_S4[:, 0],
-        span_slot_S=spans_S4[:, 1],
-        span_start_S=spans_S4[:, 2],
-        span_end_S=spans_S4[:, 3],
+        input_ids_RL=torch.from_numpy(ids_RL), segments_RL=torch.from_numpy(segments_RL),
+        example_R=torch.tensor([e for e, _ in rows]), span_row_S=spans_S4[:, 0],
+        span_slot_S=spans_S4[:, 1], span_start_S=spans_S4[:, 2], span_end_S=spans_S4[:, 3],
         slot_example_K=torch.tensor(slots, dtype=torch.long),
         labels_E=torch.tensor([feature.label for feature in features]),
         slot_labels_K=torch.tensor(slot_labels, dtype=torch.float32),
         weights_E=torch.tensor([1.0] * len(features) if weights is None else list(weights)),
         characters_RL2=characters_RL2,
         longest_span=max((high - low for _, _, low, high in spans), default=0),
-        rows=tuple(feature.position for feature in features),
-    )
+        rows=tuple(feature.position for feature in features))

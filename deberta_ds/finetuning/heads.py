@@ -11,7 +11,6 @@ Legend: R sequences, L length, C hidden, E examples, S spans, T span tokens, K s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,15 +19,16 @@ from torch import Tensor, nn
 
 from deberta_ds.finetuning.answers import NEVER, best_answers
 from deberta_ds.finetuning.features import FeatureBatch
+from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import HeadKind, Task
 from deberta_ds.model.backbone import Backbone
 
-# Scale-invariant fine-tuning: adversarial noise on normalized word vectors.
+# Scale-invariant fine-tuning: adversarial noise on normalized token embeddings.
 #
 # Source: microsoft/DeBERTa sift/sift.py; the DeBERTa paper, section 5. The perturbed quantity is
-# what the input block normalizes (word vectors, and positions where they are absolute), after a
+# what the input block normalizes (token embeddings, and positions where they are absolute), after a
 # LayerNorm without parameters, detached; so without noise and step nothing changes. It stays in
-# fp32 up to the encoder's input: a step of 1e-4 is lost in 16 bits. What is mended here: a
+# fp32 up to the encoder's input: a step of 1e-4 is lost in 16 bits. What is fixed here: a
 # regression output is compared by mean squared error (not by a softmax over the batch), the chosen
 # divergence shapes the final loss too, and nothing is hooked, so no tensor outlives its step. Cost
 # of a step: three forward and two backward passes.
@@ -37,36 +37,27 @@ from deberta_ds.model.backbone import Backbone
 _NORM_EPS = 1e-7
 
 
-@dataclass(frozen=True)
-class Sift:
-    """Strength and shape of the perturbation; defaults of the official script."""
-
-    weight: float  # lambda; the official recipes use 3 to 5
-    step: float = 1e-4
-    noise: float = 1e-2
-    loss: str = "symmetric_kl"
-
-
-def adversarial_divergence(
-    score: Callable[[Tensor], Tensor], sums_RLC: Tensor, clean_scores: Tensor, sift: Sift
-) -> Tensor:
+def adversarial_divergence(score: Callable[[Tensor], Tensor], sums_RLC: Tensor,
+                           clean_scores: Tensor, settings: Settings) -> Tensor:
     """Return the divergence of clean from perturbed scores, one fp32 value per example [E] or [K].
 
     `score` maps the input block's sums, in fp32, to scores. Gradients reach the parameters through
-    both branches, and the word table only through the clean one (the perturbed input is detached).
+    both branches, and the token embedding only through the clean one (the perturbed input is
+    detached).
     """
+    noise, kind = settings.sift_noise, settings.sift_loss
     base_RLC = F.layer_norm(sums_RLC.detach().float(), sums_RLC.shape[-1:], eps=_NORM_EPS)
-    noise_RLC = torch.randn_like(base_RLC) * sift.noise
-    noise_RLC = noise_RLC.clamp(-2 * sift.noise, 2 * sift.noise).requires_grad_()
+    noise_RLC = torch.randn_like(base_RLC) * noise
+    noise_RLC = noise_RLC.clamp(-2 * noise, 2 * noise).requires_grad_()
     perturbed = score(base_RLC + noise_RLC)
-    ascent = divergence(perturbed, clean_scores.detach(), sift.loss).sum()
+    ascent = divergence(perturbed, clean_scores.detach(), kind).sum()
     # Only the noise gets a gradient: no parameter is touched by the ascent.
     (slope_RLC,) = torch.autograd.grad(ascent, noise_RLC)
     largest_RL1 = slope_RLC.abs().amax(-1, keepdim=True)
-    step_RLC = sift.step * slope_RLC / (1e-6 + largest_RL1)
+    step_RLC = settings.sift_step * slope_RLC / (1e-6 + largest_RL1)
     step_RLC = torch.where(slope_RLC.norm().isfinite(), step_RLC, torch.zeros_like(step_RLC))
     attacked_RLC = base_RLC + noise_RLC.detach() + step_RLC
-    return divergence(score(attacked_RLC), clean_scores, sift.loss)
+    return divergence(score(attacked_RLC), clean_scores, kind)
 
 
 def divergence(scores: Tensor, target: Tensor, kind: str) -> Tensor:
@@ -104,47 +95,40 @@ class TaskOutput(NamedTuple):
 class TaskModel(nn.Module):
     """`backbone` and `head` of `task`; forward takes a FeatureBatch."""
 
-    def __init__(self, task: Task, backbone: Backbone, dropout: float, sift: Sift | None = None,
-                 max_answer_tokens: int = 30, largest: bool = False):
+    def __init__(self, task: Task, backbone: Backbone, settings: Settings):
         super().__init__()
-        self.max_answer_tokens = max_answer_tokens
         self.backbone = backbone
-        self.head = build_head(task, backbone.config.hidden_size, dropout, largest)
-        self.sift = sift
+        self.head = build_head(task, backbone.config.hidden_size, settings)
+        self.settings = settings
         self.kind = task.head
 
     def forward(self, batch: FeatureBatch) -> TaskOutput:
         """Return summed fp32 loss and fp32 scores.
 
-        In training with `sift`, the loss has the adversarial divergence times its weight added.
+        In training with SiFT, the loss has the adversarial divergence times its weight added.
         """
         sums_RLC = self.sums(batch)
         scores = self.scores(sums_RLC, batch)
         loss = loss_sum(self.kind, scores, batch)
         adversarial = torch.zeros_like(loss)
-        if self.training and self.sift:
-            parts = by_example(self.kind, self._divergence(sums_RLC, scores, batch), batch)
-            adversarial = (parts * batch.weights_E).sum()
-            loss = loss + self.sift.weight * adversarial
+        if self.training and self.settings.sift_weight > 0:
+            # Of every row of `scores`; of several labels, of every score.
+            flat = torch.flatten if self.kind == "multilabel" else lambda values: values
+            parts = adversarial_divergence(
+                lambda attacked_RLC: flat(self.scores(attacked_RLC, batch)), sums_RLC, flat(scores),
+                self.settings)
+            adversarial = (by_example(self.kind, parts, batch) * batch.weights_E).sum()
+            loss = loss + self.settings.sift_weight * adversarial
         if self.kind == "answer" and not self.training:
-            scores = best_answers(scores.detach(), batch, self.max_answer_tokens)
+            scores = best_answers(scores.detach(), batch, self.settings.max_answer_tokens)
         return TaskOutput(loss, scores, adversarial.detach())
 
-    def _divergence(self, sums_RLC: Tensor, scores: Tensor, batch: FeatureBatch) -> Tensor:
-        """Return SiFT's divergence of every row of `scores`; of several labels, of every score."""
-        assert self.sift is not None
-        flat = torch.flatten if self.kind == "multilabel" else lambda values: values
-        return adversarial_divergence(
-            lambda vectors_RLC: flat(self.scores(vectors_RLC, batch)), sums_RLC, flat(scores),
-            self.sift,
-        )
-
     def sums(self, batch: FeatureBatch) -> Tensor:
-        """Return what the input block normalizes: word vectors (+ absolute positions)."""
-        words_RLC = self.backbone.words(batch.input_ids_RL)
-        columns_RL = torch.arange(words_RLC.size(1), device=words_RLC.device)
-        positions_RL = columns_RL.expand(words_RLC.shape[:2])
-        return self.backbone.trunk.input.add_positions(words_RLC, positions_RL)
+        """Return what the input block normalizes: token embeddings (+ absolute positions)."""
+        tokens_RLC = self.backbone.words(batch.input_ids_RL)
+        columns_RL = torch.arange(tokens_RLC.size(1), device=tokens_RLC.device)
+        positions_RL = columns_RL.expand(tokens_RLC.shape[:2])
+        return self.backbone.trunk.input.add_positions(tokens_RLC, positions_RL)
 
     def scores(self, sums_RLC: Tensor, batch: FeatureBatch) -> Tensor:
         """Return the fp32 scores for given `sums` (adversarial training perturbs them)."""
@@ -160,20 +144,22 @@ def reads_first_only(head: nn.Module) -> bool:
     return isinstance(head, ClassifyHead)
 
 
-def build_head(task: Task, hidden_size: int, dropout: float, largest: bool) -> nn.Module:
-    """Return the head of `task`, not yet initialized; `largest` score of windows, else the mean."""
-    if task.head == "choice":
-        return ClassifyHead(hidden_size, 1, dropout, choices=True)
-    if task.head == "tags":
-        return TagHead(hidden_size, len(task.labels), dropout)
-    if task.head == "answer":
-        return AnswerHead(hidden_size, dropout)
-    if task.head == "mentions":
-        return MentionHead(hidden_size, dropout)
-    if task.head in ("words", "spans"):
-        with_cls = task.head == "words"
-        return SpanPairHead(hidden_size, len(task.labels), dropout, with_cls)
-    return ClassifyHead(hidden_size, len(task.labels), dropout, largest=largest)
+def build_head(task: Task, hidden_size: int, settings: Settings) -> nn.Module:
+    """Return the head of `task`, not yet initialized."""
+    dropout, num_labels = settings.head_dropout, len(task.labels)
+    match task.head:
+        case "choice":
+            return ClassifyHead(hidden_size, 1, dropout, choices=True)
+        case "tags":
+            return TagHead(hidden_size, num_labels, dropout)
+        case "answer":
+            return AnswerHead(hidden_size, dropout)
+        case "mentions":
+            return MentionHead(hidden_size, dropout)
+        case "words" | "spans":
+            return SpanPairHead(hidden_size, num_labels, dropout, with_cls=task.head == "words")
+    return ClassifyHead(hidden_size, num_labels, dropout,
+                        largest=settings.truncation == "windows_max")
 
 
 def loss_sum(kind: HeadKind, scores: Tensor, batch: FeatureBatch) -> Tensor:

@@ -13,12 +13,12 @@ import xxhash
 from deberta_ds.base.files import xxh3
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
-from deberta_ds.finetuning.faults import Faults
 from deberta_ds.finetuning.features import Feature, encode
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.models import Start
 from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.settings import Settings
+from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.release.tensors import weight_file
 from deberta_ds.tokenizer import Tokenizer
@@ -78,8 +78,7 @@ class Job:
             "train": [self.train.source, len(self.train.examples)],
             "val": [self.val.source, len(self.val.examples)],
             "labels_and_texts": self.data_digest,
-            "precision": ds_config.precision(self.deepspeed),
-        }
+            "precision": ds_config.precision(self.deepspeed)}
 
 
 def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,

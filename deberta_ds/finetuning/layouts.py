@@ -225,8 +225,7 @@ def _copa(line: Line) -> list[Example]:
         line.fail(f'field "question" must be "cause" or "effect", found {show(question)}')
     choices = [line.get(name, str) for name in ("choice1", "choice2")]
     sequences = tuple(
-        (choice, premise) if question == "cause" else (premise, choice) for choice in choices
-    )
+        (choice, premise) if question == "cause" else (premise, choice) for choice in choices)
     return [Example((line.index(),), sequences, line.label())]
 
 
@@ -303,8 +302,7 @@ def _wic(line: Line) -> list[Example]:
         if not 0 <= start < end <= len(sequence[number]):
             line.fail(
                 f'"start{number}" = {start} and "end{number}" = {end} are outside "sentence{number}'
-                f'" of {len(sequence[number])} characters'
-            )
+                f'" of {len(sequence[number])} characters')
         spans.append(TextSpan(number, start, end))
     return [Example((line.index(),), (sequence,), line.label(), tuple(spans))]
 
@@ -339,8 +337,7 @@ def find_phrase(text: str, phrase: str, index: int) -> tuple[int, int] | None:
             for skip in range(len(wanted) - size + 1)
             for i in range(len(words) - size + 1)
             if all(map(_same, plain[i : i + size], wanted[skip : skip + size]))
-            and (size > 1 or len(wanted) == 1 or abs(i - index) <= 10)
-        ]
+            and (size > 1 or len(wanted) == 1 or abs(i - index) <= 10)]
         if places:
             _, first, part = min(places, key=lambda place: place[0])
             return _trimmed(words[first : first + size], part)

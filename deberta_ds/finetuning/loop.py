@@ -116,15 +116,15 @@ def training_of(job: Job) -> Training:
     return Training(prepare, name, "Lower learning_rate, or look at those examples")
 
 
-def micro_batches(picked: Sequence[Feature], settings: Settings,
+def micro_batches(rows: Sequence[Feature], settings: Settings,
                   class_weights: Sequence[float] = ()) -> list[FeatureBatch]:
-    """Return this rank's part of an update, `picked`, in micro-batches of the same size."""
+    """Return this rank's part of an update, `rows`, in micro-batches of the same size."""
     micro_rows, accumulation = shape_of(settings)
     slots = micro_rows * accumulation
-    mine = list(picked[dist.rank() * slots : (dist.rank() + 1) * slots])
+    mine = list(rows[dist.rank() * slots : (dist.rank() + 1) * slots])
     weights = [class_weights[class_of(row.label)] if class_weights else 1.0 for row in mine]
     weights += [0.0] * (slots - len(mine))
-    mine += [picked[0]] * (slots - len(mine))
+    mine += [rows[0]] * (slots - len(mine))
     return [collate(mine[first : first + micro_rows], weights[first : first + micro_rows])
             for first in range(0, slots, micro_rows)]
 
@@ -163,8 +163,7 @@ def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
     engine.eval()
     scores = score_split(
         engine, job.features(job.val), sizes, global_batch_size=job.settings.eval_batch_size,
-        device=job.device
-    )
+        device=job.device)
     engine.train()
     threshold = best_threshold(job.val.examples, scores) if job.task.no_answer else 0.0
     guesses = predictions_of(job.task, job.val.examples, scores, threshold)
@@ -231,8 +230,7 @@ def stream(
     high = min(low + group_updates, end)
     order = _order(num_rows, seed, epoch)
     rows = order[
-        low * global_batch_size - epoch * num_rows : high * global_batch_size - epoch * num_rows
-    ]
+        low * global_batch_size - epoch * num_rows : high * global_batch_size - epoch * num_rows]
     by_length = rows[np.argsort(lengths[rows], kind="stable")] if group_updates > 1 else rows
     turn = np.random.default_rng([seed, epoch, low]).permutation(high - low)[step - low]
     number = turn if group_updates > 1 else 0
@@ -275,5 +273,4 @@ def _say_epoch(job: Job, entry: Mapping, total_steps: int, seconds: float, bette
     job.say(
         f"{job.task.name:<8} seed {job.seed}  epoch {entry['epoch']:>5.1f}  step {entry['step']:>5}"
         f"/{total_steps}  loss {entry['loss']:.4f}{attack}  val {values}  {seconds:6.1f}s"
-        f"{'  best' if better else ''}"
-    )
+        f"{'  best' if better else ''}")

@@ -20,7 +20,7 @@ from deberta_ds.config.model import FREE, MODELS, without_unused
 from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetuning.directory import Finetuned, is_finetuned, load_finetuned
-from deberta_ds.finetuning.heads import Sift, TaskModel
+from deberta_ds.finetuning.heads import TaskModel
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.model.backbone import Backbone
@@ -89,14 +89,8 @@ def build_model(task: Task, start: Start, settings: Settings, seed: int) -> Task
     config = start.config
     if settings.dropout >= 0:
         config = dataclasses.replace(
-            config, hidden_dropout=settings.dropout, attention_dropout=settings.dropout
-        )
-    sift = None
-    if settings.sift_weight > 0:
-        sift = Sift(settings.sift_weight, settings.sift_step, settings.sift_noise,
-                    settings.sift_loss)
-    model = TaskModel(task, Backbone(config), settings.head_dropout, sift,
-                      settings.max_answer_tokens, settings.truncation == "windows_max")
+            config, hidden_dropout=settings.dropout, attention_dropout=settings.dropout)
+    model = TaskModel(task, Backbone(config), settings)
     if start.weights is None:
         init_parameters(model.backbone, config.init_std, seed)
     else:

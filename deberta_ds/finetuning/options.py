@@ -53,10 +53,8 @@ def open_task(name: str) -> "Task":
     return task
 
 
-def build_sweep(
-    options: argparse.Namespace, overrides: list[str], tasks: "tuple[Task, ...]",
-    init_from: dict[str, str], keep_models: bool, show_scores: bool = False,
-) -> "Sweep":
+def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "tuple[Task, ...]",
+                init_from: dict[str, str], keep_models: bool, show_scores: bool = False) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
     from deberta_ds.engine import ds_config
     from deberta_ds.engine.check import check_deepspeed
@@ -74,8 +72,7 @@ def build_sweep(
         if task.predicted_by:
             raise UserError(
                 f"{task.name} has no training data; the {task.predicted_by} model predicts it: "
-                f"run --task {task.predicted_by}"
-            )
+                f"run --task {task.predicted_by}")
     own = [task.name for task in tasks if task.name not in TASK_NAMES]
     if not options.data and len(own) < len(tasks):
         raise UserError("--data: name the directory of the benchmark's files, a zip, or hub")
@@ -90,23 +87,11 @@ def build_sweep(
     for line in warnings:
         say(line)
     return Sweep(
-        tasks=tasks,
-        num_seeds=options.seeds,
-        start=open_start(options.model, options.tokenizer),
-        data=options.data or ".",
-        out=options.out,
-        deepspeed=values,
-        device=device,
-        settings=tables,
-        init_from=init_from,
-        carved=tuple(task_named(name).name for name in options.carve_train),
-        any_size=options.any_size,
-        max_bad=options.max_bad,
-        predict_test=not options.skip_test,
-        keep_models=keep_models,
-        show_scores=show_scores,
-        say=say,
-    )
+        tasks=tasks, num_seeds=options.seeds, start=open_start(options.model, options.tokenizer),
+        data=options.data or ".", out=options.out, deepspeed=values, device=device, settings=tables,
+        init_from=init_from, carved=tuple(task_named(name).name for name in options.carve_train),
+        any_size=options.any_size, max_bad=options.max_bad, predict_test=not options.skip_test,
+        keep_models=keep_models, show_scores=show_scores, say=say)
 
 
 def say(text: str) -> None:

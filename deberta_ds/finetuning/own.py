@@ -122,8 +122,7 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
                        quoted=own.quoted),
         separator=own.separator or ",", ignore_labels=own.ignore_labels,
         label_columns=() if isinstance(own.label, str) else own.label,
-        first_answer=own.first_answer or 0,
-    )
+        first_answer=own.first_answer or 0)
     task, said = with_labels(task, own, path)
     for name in set(own.metrics) & set(_OF_TWO):
         if len(task.labels) != 2:

@@ -24,14 +24,9 @@ from deberta_ds.finetuning.tasks import Task
 INNER, LOST = NEVER, 2 * NEVER  # scores of words without a token of their own: Feature.inner, .lost
 
 
-def score_split(
-    forward: Callable[[FeatureBatch], TaskOutput],
-    features: Sequence[Feature],
-    sizes: Sequence[int],
-    *,
-    global_batch_size: int,
-    device: torch.device,
-) -> list[np.ndarray]:
+def score_split(forward: Callable[[FeatureBatch], TaskOutput], features: Sequence[Feature],
+                sizes: Sequence[int], *, global_batch_size: int,
+                device: torch.device) -> list[np.ndarray]:
     """Return the fp64 scores of every example, in order and on every rank.
 
     `sizes[i]` is how many scores example i has. `forward` runs in evaluation mode.

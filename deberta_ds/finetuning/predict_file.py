@@ -25,7 +25,6 @@ from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
 from deberta_ds.finetuning.answers import MARGIN, answer_place
 from deberta_ds.finetuning.directory import Finetuned
-from deberta_ds.finetuning.faults import Faults
 from deberta_ds.finetuning.features import Feature, count_unknown, encode
 from deberta_ds.finetuning.labels import is_ignored, to_line, without_label
 from deberta_ds.finetuning.layouts import Example, examples_of, is_labelled
@@ -34,7 +33,7 @@ from deberta_ds.finetuning.predict import entities_in, num_scores, predictions_o
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.scores import as_text, scores_of
 from deberta_ds.finetuning.submission import as_written
-from deberta_ds.finetuning.tables import each_row
+from deberta_ds.finetuning.tables import Faults, each_row
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.tokenizer import unknown_pieces
 
@@ -45,9 +44,8 @@ _OWN_LINES = ("copa", "multirc", "record", "wic", "wsc")  # layouts that are no 
 
 
 def predict_file(
-    saved: Finetuned, data: Path, out: Path, device: torch.device, *, global_batch_size: int,
-    max_length: int, keep: Sequence[str] = (), max_bad: int = 0, encoding: str = "",
-) -> int:
+        saved: Finetuned, data: Path, out: Path, device: torch.device, *, global_batch_size: int,
+        max_length: int, keep: Sequence[str] = (), max_bad: int = 0, encoding: str = "") -> int:
     """Write a JSON line for each row of `data` to `out`; return how many.
 
     A line holds "idx", the columns in `keep`, "prediction" and, where there are classes, their

@@ -18,11 +18,10 @@ from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import tables
-from deberta_ds.finetuning.faults import Faults
 from deberta_ds.finetuning.labels import is_ignored, to_line, without_label
 from deberta_ds.finetuning.layouts import Example, classes_of, examples_of
 from deberta_ds.finetuning.line import line_format
-from deberta_ds.finetuning.tables import each_row
+from deberta_ds.finetuning.tables import Faults, each_row
 from deberta_ds.finetuning.tasks import TASK_NAMES, NoSplitError, TableForm, Task
 
 # The Hub's tables are flat: MultiRC has one row per answer, ReCoRD one per query, labels are class
@@ -47,8 +46,7 @@ def read_hub(task: Task, split: str) -> list[tuple[str, dict]]:
         is_unknown = isinstance(error, ValueError) and "Unknown split" in str(error)
         raise (NoSplitError if is_unknown else UserError)(
             f"{task.hub_repository} {task.hub} {name}: cannot be read from the Hub ({error}); "
-            "download the official zip and pass its directory"
-        ) from error
+            "download the official zip and pass its directory") from error
     return [(f"hub:{task.hub_repository}/{task.hub}/{name}:row {number}", row)
             for number, row in enumerate(table, start=1)]
 
@@ -69,8 +67,7 @@ def official_lines(task: Task, rows: list[tuple[str, dict]]) -> Iterator[tuple[s
         place, row = rows[0]
         raise UserError(
             f"{place}: not the Hub's {task.hub} table ({type(error).__name__}: {error}); its "
-            f"columns are {', '.join(row)}"
-        ) from error
+            f"columns are {', '.join(row)}") from error
 
 
 def _flat(task: Task, row: dict) -> dict:
@@ -178,8 +175,7 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
         raise UserError(
             f"{source}: {len(examples)} predictions, but the official {task.name} {split} has "
             f"{official}: the file is truncated or of another release. Fetch it again, or pass "
-            "--any_size if this is a sample on purpose"
-        )
+            "--any_size if this is a sample on purpose")
     if "gender_parity" in task.metrics:
         _check_pairs(examples)
     return Split(task, split, source, tuple(examples), "; ".join(filter(None, notes)))
@@ -257,10 +253,8 @@ def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
         raise UserError(f"{val.source}: {twice[1]} rows have the id {twice[0]!r}; each that is "
                         "evaluated needs its own, under which its prediction is filed")
     note = f"{val.source} carved by passage, seed {seed}"
-    return (
-        Split(val.task, "train", note, tuple(train)),
-        Split(val.task, "val", note, tuple(sorted(kept, key=lambda example: example.key))),
-    )
+    return (Split(val.task, "train", note, tuple(train)),
+            Split(val.task, "val", note, tuple(sorted(kept, key=lambda example: example.key))))
 
 
 def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple[str, Any]]]:
@@ -302,8 +296,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
     raise NoSplitError(
         f"{task.name} {split} is not there: looked for {', '.join(tried)} and {shards}. Unpack the "
         f"official {task.name}.zip there, or use --data {HUB} on a machine with network\n"
-        f"  expected format: {line_format(task)}"
-    )
+        f"  expected format: {line_format(task)}")
 
 
 def table_lines(task: Task, table: str | Path, split: str) -> Iterator[tuple[str, Any]]:

@@ -8,11 +8,10 @@ The weights of a better evaluation wait in OUT/.model-STEP until a checkpoint th
 whole, and become OUT/model then. So OUT/model is always the best of what a killed run goes on from.
 """
 
-import json
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,6 @@ class Progress:
             return False
         self.best, self.best_step, self.since_best = score, self.step, 0
         return True
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def read_progress(path: Path) -> Progress:
@@ -126,7 +122,7 @@ class Checkpoints:
             dist.barrier()
             return Progress(self._job.identity(), dist.world_size())
         progress = dist.together(lambda: read_progress(found.path))
-        self._keep_best(progress)
+        dist.on_main(lambda: keep_best(self._job.out, progress.best_step))
         find.load(self._engine, found.path)
         self._job.say(f"{self._job.task.name} seed {self._job.seed}: goes on after step "
                       f"{progress.step}, from {found.path}")
@@ -150,13 +146,9 @@ class Checkpoints:
     def save(self, progress: Progress) -> None:
         """Save the engine's state; call on every rank, between two updates."""
         began = time.monotonic()
-        dist.together(lambda: lock.check(self._job.out) if dist.is_main() else None)
+        dist.on_main(lambda: lock.check(self._job.out))
         progress.seconds = self.seconds()
         save(self._engine, self._out, progress, keep=1)
-        self._keep_best(progress)
+        dist.on_main(lambda: keep_best(self._job.out, progress.best_step))
         self._saved_at = time.monotonic()
         self._took = self._saved_at - began
-
-    def _keep_best(self, progress: Progress) -> None:
-        dist.together(lambda: keep_best(self._job.out, progress.best_step)
-                      if dist.is_main() else None)

@@ -78,7 +78,7 @@ def _run(job: Job) -> dict:
     if job.show_scores:
         for name, found in result["scores"].items():
             job.say(f"\n{as_text(name, found)}")
-    dist.together(lambda: _keep(job, result) if dist.is_main() else None)
+    dist.on_main(lambda: _keep(job, result))
     write_result(job, result)
     return result
 
@@ -99,7 +99,7 @@ def write_result(job: Job, result: dict) -> None:
         write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
         forget(job.out)
 
-    dist.together(lambda: write() if dist.is_main() else None)
+    dist.on_main(write)
 
 
 def _digests(job: Job) -> dict[str, str]:
@@ -241,8 +241,7 @@ def _predict(job: Job, directory: Path) -> dict:
         "failed": bool(failure),
         "failure": failure,
         "diagnostics": {},
-        "scores": {"val": found},
-    }
+        "scores": {"val": found}}
     if job.task.no_answer:
         result["no_answer_threshold"] = saved.threshold
     if "confusion" in found:
@@ -252,7 +251,8 @@ def _predict(job: Job, directory: Path) -> dict:
         if job.task.head == "answer":
             write_official(job.out, examples, guesses, scores)
     for name, split in (*job.diagnostics.items(), *job.tests.items()):
-        answers = _answers(job, model, split, saved.threshold)
+        answers = predictions_of(split.task, split.examples, _scores(job, model, split),
+                                 saved.threshold)
         if found := scores_of(split.task, split.examples, answers):
             table = "test" if name == job.task.name else name
             result["scores"][table] = found
@@ -264,10 +264,6 @@ def _predict(job: Job, directory: Path) -> dict:
     return result
 
 
-def _answers(job: Job, model, split: Split, threshold: float) -> Sequence[metrics.Prediction]:
-    return predictions_of(split.task, split.examples, _scores(job, model, split), threshold)
-
-
 def _scores(job: Job, model, split: Split) -> list[np.ndarray]:
     sizes = [num_scores(split.task, example) for example in split.examples]
     rows = job.settings.eval_batch_size
@@ -276,8 +272,7 @@ def _scores(job: Job, model, split: Split) -> list[np.ndarray]:
 
 
 def finetuned_model(
-    saved: Finetuned, device: torch.device, precision_name: str = "fp32"
-) -> torch.nn.Module:
+        saved: Finetuned, device: torch.device, precision_name: str = "fp32") -> torch.nn.Module:
     """Return the plain model of a fine-tuned directory in evaluation mode."""
     shape = Start("", saved.config, saved.tokenizer, None)
     plain = dataclasses.replace(saved.settings, dropout=-1.0)
@@ -293,6 +288,5 @@ def _write_predictions(
         {"key": example.key,
          "label": example.gold if example.names or example.id else example.label,
          "prediction": guess, "scores": [round(float(value), 5) for value in values]}
-        for example, guess, values in zip(examples, guesses, scores, strict=True)
-    ]
+        for example, guess, values in zip(examples, guesses, scores, strict=True)]
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))

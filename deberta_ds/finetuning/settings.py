@@ -72,14 +72,9 @@ class Settings:
     def optim(self, total_steps: int) -> OptimConfig:
         """Return the optimizer and schedule of a run of `total_steps` updates."""
         warmup = self.warmup_steps or round(self.warmup_share * total_steps)
-        return OptimConfig(
-            learning_rate=self.learning_rate,
-            betas=(0.9, 0.999),
-            eps=1e-6,
-            weight_decay=self.weight_decay,
-            clip_norm=self.clip_norm,
-            warmup_steps=min(warmup, total_steps),
-        )
+        return OptimConfig(learning_rate=self.learning_rate, betas=(0.9, 0.999), eps=1e-6,
+                           weight_decay=self.weight_decay, clip_norm=self.clip_norm,
+                           warmup_steps=min(warmup, total_steps))
 
 
 def load(
@@ -102,8 +97,7 @@ def load(
             whole = f"--{ALL}.{key if key in Settings.__dataclass_fields__ else 'KEY'}=..."
             raise ConfigError(
                 f"{override}: unknown option; a setting is written {whole}, or --TASK.KEY=... for "
-                "one task"
-            )
+                "one task")
         set_value(given.setdefault(name, {}), key[len(name) + 1 :], value)
     _check_tables(given, "the command line", known)
     merged: dict[str, dict[str, Any]] = {name: {} for name in known[1:]}
@@ -119,8 +113,7 @@ def _check_tables(tables: dict[str, Any], place: str, known: tuple[str, ...]) ->
         if name not in known or not isinstance(table, dict):
             raise ConfigError(
                 f"{place}: [{name}] is not a table named {ALL} or after a task"
-                f"{nearest(name, known)}"
-            )
+                f"{nearest(name, known)}")
         validate(Settings, table, f"{place}, settings of {name}")
 
 
@@ -138,8 +131,7 @@ def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]]) -> Settings:
     if settings.best_metric and settings.best_metric not in task.metrics:
         raise ConfigError(
             f"settings of {task.name}: best_metric = {settings.best_metric!r} is not one of its "
-            f"metrics, {', '.join(task.metrics)}"
-        )
+            f"metrics, {', '.join(task.metrics)}")
     _check_class_weights(task, settings.class_weights)
     if settings.truncation == "second" and len(task.texts) + len(task.choices) < 2:
         raise ConfigError(f'settings of {task.name}: truncation = "second", but it has one text')

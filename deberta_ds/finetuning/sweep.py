@@ -14,24 +14,18 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.toml_files import flatten
+from deberta_ds.finetuning import readers
 from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
-from deberta_ds.finetuning.faults import Faults
 from deberta_ds.finetuning.features import Feature
 from deberta_ds.finetuning.job import Job, encode_split
 from deberta_ds.finetuning.layouts import is_labelled
 from deberta_ds.finetuning.metrics import score_name
 from deberta_ds.finetuning.models import Start, start_from
-from deberta_ds.finetuning.readers import (
-    Split,
-    carve,
-    check_targets,
-    count_shared,
-    has_split,
-    read_split,
-)
+from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.run import check_splits, finished, metrics_on, run, write_result
 from deberta_ds.finetuning.scores import percent
 from deberta_ds.finetuning.settings import resolve
+from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.training.check import check_alike
 from deberta_ds.training.setup import versions
@@ -54,7 +48,7 @@ class Sweep:
     device: torch.device
     # task name -> the settings that were given
     settings: Mapping[str, Mapping] = field(default_factory=dict)
-    init_from: Mapping[str, str] | None = None  # task name -> fine-tuned directory
+    init_from: Mapping[str, str] = field(default_factory=dict)  # task name -> fine-tuned directory
     carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
     any_size: bool = False
     max_bad: int = 0  # rows of a table that may be left out because they cannot be used
@@ -66,20 +60,20 @@ class Sweep:
 
 def run_all(sweep: Sweep) -> list[dict]:
     """Return the results of every (task, seed), reading finished ones from disk."""
-    for option, names in (("--init_from", sweep.init_from or {}), ("--carve_train", sweep.carved)):
+    for option, names in (("--init_from", sweep.init_from), ("--carve_train", sweep.carved)):
         if unknown := set(names) - {task.name for task in sweep.tasks}:
             raise UserError(f"{option} {min(unknown)}: is none of the tasks of this run, "
                             f"{', '.join(task.name for task in sweep.tasks)}")
     splits = {task.name: read_task(sweep, task) for task in sweep.tasks}
     for train, val, tests, _ in splits.values():
-        check_targets(train)
-        check_targets(val)
+        readers.check_targets(train)
+        readers.check_targets(val)
         for split in (val, *tests.values()):
             lost = [e.place for e in split.examples if e.group is None and is_labelled(e)]
             if lost and (column := split.task.columns.get("group")):
                 raise UserError(f"{lost[0]}: no column {column!r} (group in the task file); scores "
                                 "are to be shown by its values")
-            shared, place = count_shared(train, split)
+            shared, place = readers.count_shared(train, split)
             if shared:
                 sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
                           f"{split.source} are in {train.source} too (such as {place}); their "
@@ -88,20 +82,17 @@ def run_all(sweep: Sweep) -> list[dict]:
     jobs = []
     for task in sweep.tasks:
         train, val, tests, diagnostics = splits[task.name]
-        init_from = (sweep.init_from or {}).get(task.name, "")
+        init_from = sweep.init_from.get(task.name, "")
         init_from = str(find_finetuned(init_from)) if init_from else ""
         encoded: dict[int, list[Feature]] = {}  # of all seeds
         jobs += [
-            Job(
-                task=task, seed=seed, settings=settings[task.name], start=sweep.start,
+            Job(task=task, seed=seed, settings=settings[task.name], start=sweep.start,
                 train=train, val=val, tests=tests, diagnostics=diagnostics,
                 out=sweep.out / task.name / f"seed-{seed}",
                 deepspeed=sweep.deepspeed, device=sweep.device,
                 init_from=init_from, keep_model=sweep.keep_models,
-                show_scores=sweep.show_scores, say=sweep.say, encoded=encoded,
-            )
-            for seed in range(1, sweep.num_seeds + 1)
-        ]
+                show_scores=sweep.show_scores, say=sweep.say, encoded=encoded)
+            for seed in range(1, sweep.num_seeds + 1)]
     check_alike({"--seeds": sweep.num_seeds, "--out": str(sweep.out)} | {
         f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds] for key, value in
         flatten(job.identity() | {"deepspeed": sweep.deepspeed, "version of": versions()}).items()})
@@ -135,16 +126,14 @@ def _diverged(job: Job, error: BadStepError) -> dict:
     return result
 
 
-def read_task(
-    sweep: Sweep, task: Task
-) -> tuple[Split, Split, dict[str, Split], dict[str, Split]]:
+def read_task(sweep: Sweep, task: Task) -> tuple[Split, Split, dict[str, Split], dict[str, Split]]:
     """Return (train, val, test splits to predict, labelled diagnostics to score) of `task`.
 
     Both dictionaries are by name; the diagnostic of MNLI is MNLI-mm. Labelled tests are scored too.
     """
     def read(name: Task, split: str) -> Split:
         faults = Faults(sweep.max_bad, sweep.out / f"{name.name}.{split}.bad_rows.txt")
-        found = read_split(name, sweep.data, split, any_size=sweep.any_size, faults=faults)
+        found = readers.read_split(name, sweep.data, split, any_size=sweep.any_size, faults=faults)
         if sweep.max_bad:
             found = _that_fit(sweep, found, faults)
         if found.left_out:
@@ -152,18 +141,18 @@ def read_task(
         return found
 
     if task.val_share and "val" not in task.files:
-        train, val = carve(read(task, "train"), 1 - task.val_share, _CARVE_SEED)
+        train, val = readers.carve(read(task, "train"), 1 - task.val_share, _CARVE_SEED)
     elif task.name in sweep.carved:
-        train, val = carve(read(task, "val"), CARVED_SHARE, _CARVE_SEED)
+        train, val = readers.carve(read(task, "val"), CARVED_SHARE, _CARVE_SEED)
     else:
         val, train = read(task, "val"), read(task, "train")
     if task.name not in TASK_NAMES:
         return train, val, _tests(task, read, sweep.predict_test), {}
     tests, diagnostics = {}, {}
     for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
-        if test.predicted_by and has_split(test, sweep.data, "val"):
+        if test.predicted_by and readers.has_split(test, sweep.data, "val"):
             diagnostics[test.name] = read(test, "val")
-        if not has_split(test, sweep.data, "test"):
+        if not readers.has_split(test, sweep.data, "test"):
             sweep.say(f"{test.name}: no test split under {sweep.data}, no submission file")
             continue
         tests[test.name] = read(test, "test")
@@ -210,9 +199,7 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
                 name: {metric: _spread([r["diagnostics"][name][metric] for r in runs
                                         if name in r["diagnostics"]])
                        for metric in metrics_on(task, name)}
-                for name in sorted({name for result in runs for name in result["diagnostics"]})
-            },
-        }
+                for name in sorted({name for result in runs for name in result["diagnostics"]})}}
     suite, main = suite_of(list(summary))
     medians = [row["score"]["median"] for name, row in summary.items() if name in main]
     return {"tasks": summary, "mean": statistics.fmean(medians or [0.0]), "mean_of": len(medians),
@@ -232,8 +219,7 @@ def table(summary: Mapping, compare: Mapping | None = None) -> str:
         rows.append((
             name, percent(row["baseline"]), percent(other["score"]["median"] if other else None),
             percent(score["median"]), percent(score["min"]), percent(score["max"]),
-            f"{row['failed']}/{row['seeds']}", _medians(row["metrics"]),
-        ))
+            f"{row['failed']}/{row['seeds']}", _medians(row["metrics"])))
         for diagnostic, values in row["diagnostics"].items():
             text = f"{_medians(values)}  (by the {name} model)"
             rows.append((diagnostic, "", "", "", "", "", "", text))

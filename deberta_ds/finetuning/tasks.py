@@ -7,7 +7,8 @@ official files; the label order of the NLI tasks is the one of microsoft/DeBERTa
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
@@ -109,97 +110,74 @@ _SENTENCES = {"premise": "sentence1", "hypothesis": "sentence2"}
 _NUMBERS = ("0", "1")
 
 TASKS: tuple[Task, ...] = (
-    Task(
-        name="BoolQ", layout="texts", head="classify",
-        labels=("false", "true"), values=_BOOL, submitted=("false", "true"),
-        texts=("passage", "question"), metrics=("accuracy",), counts=_splits(9427, 3270, 3245),
-        line='{"question": "...", "passage": "...", "idx": 0, "label": true}', hub="boolq",
-        settings={"epochs": 10, "global_batch_size": 32, "max_length": 320},
-    ),
-    Task(
-        name="CB", layout="texts", head="classify",
-        labels=_NLI, values=_NLI, submitted=_NLI,
-        texts=("premise", "hypothesis"), metrics=("macro_f1", "accuracy"),
-        counts=_splits(250, 56, 250),
-        line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="cb",
-        hub_labels=("entailment", "contradiction", "neutral"),
-        settings={"epochs": 40, "max_length": 320},
-    ),
-    Task(
-        name="COPA", layout="copa", head="choice",
-        labels=("choice1", "choice2"), values=(0, 1), submitted=(0, 1),
-        texts=("premise", "choice1", "choice2", "question"), metrics=("accuracy",),
-        counts=_splits(400, 100, 500),
-        line='{"premise": "...", "choice1": "...", "choice2": "...", "question": "cause", '
-        '"label": 0, "idx": 0}',
-        hub="copa",
-        settings={"epochs": 40, "max_length": 128, "learning_rate": 1e-5},
-    ),
-    Task(
-        name="MultiRC", layout="multirc", head="classify",
-        labels=("0", "1"), values=(0, 1), submitted=(0, 1),
-        texts=("passage",), metrics=("f1a", "em"), counts=_splits(27243, 4848, 9693),
-        line='{"idx": 0, "version": 1.1, "passage": {"text": "...", "questions": [{"question": '
-        '"...", "idx": 0, "answers": [{"text": "...", "idx": 0, "label": 1}]}]}}',
-        hub="multirc",
-        settings={"epochs": 6, "global_batch_size": 32, "max_length": 512},
-    ),
-    Task(
-        name="ReCoRD", layout="record", head="mentions",
-        labels=("mention",), values=(), submitted=(),
-        texts=("passage",), metrics=("f1", "em"), counts=_splits(100730, 10000, 10000),
-        line='{"source": "CNN", "passage": {"text": "...", "entities": [{"start": 0, "end": 4}]}, '
-        '"qas": [{"query": "... @placeholder ...", "idx": 0, "answers": [{"start": 0, "end": 4, '
-        '"text": "..."}]}], "idx": 0}',
-        hub="record",
-        settings={"epochs": 3, "global_batch_size": 64, "max_length": 512, "window_overlap": 256},
-    ),
-    Task(
-        name="RTE", layout="texts", head="classify",
-        labels=_RTE, values=_RTE, submitted=_RTE,
-        texts=("premise", "hypothesis"), metrics=("accuracy",), counts=_splits(2490, 277, 3000),
-        line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="rte",
-        hub_labels=("entailment", "not_entailment"),
-        settings={"epochs": 10, "global_batch_size": 32, "max_length": 320},
-        files=_TSV, columns=_SENTENCES,  # GLUE's RTE is the same task, as tables
-    ),
-    Task(
-        name="WiC", layout="wic", head="words",
-        labels=("false", "true"), values=_BOOL, submitted=("false", "true"),
-        texts=("word", "sentence1", "sentence2"), metrics=("accuracy",),
-        counts=_splits(5428, 638, 1400),
-        line='{"word": "...", "sentence1": "...", "sentence2": "...", "idx": 0, "label": false, '
-        '"start1": 0, "end1": 5, "start2": 0, "end2": 5, "version": 1.1}',
-        hub="wic",
-        settings={"epochs": 12, "global_batch_size": 32, "max_length": 128},
-    ),
-    Task(
-        name="WSC", layout="wsc", head="spans",
-        labels=("False", "True"), values=_BOOL, submitted=("False", "True"),
-        texts=("text",), metrics=("accuracy",), counts=_splits(554, 104, 146),
-        line='{"text": "...", "target": {"span1_index": 0, "span1_text": "Mark", "span2_index": 13,'
-        ' "span2_text": "He"}, "idx": 0, "label": false}',
-        hub="wsc",
-        settings={"epochs": 50, "max_length": 256, "learning_rate": 1e-5},
-    ),
-    Task(
-        name="AX-b", layout="texts", head="classify",
-        labels=_RTE, values=_RTE, submitted=_RTE,
-        texts=("sentence1", "sentence2"), metrics=("matthews",), counts=(("test", 1104),),
-        line='{"idx": "0", "label": "entailment", "sentence1": "...", "sentence2": "..."}',
-        hub="axb",
-        hub_labels=("entailment", "not_entailment"), predicted_by="RTE",
-    ),
-    Task(
-        name="AX-g", layout="texts", head="classify",
-        labels=_RTE, values=_RTE, submitted=_RTE,
-        texts=("premise", "hypothesis"), metrics=("gender_parity", "accuracy"),
-        counts=(("test", 356),),
-        line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0, '
-        '"pair_id": 551646}',
-        hub="axg",
-        hub_labels=("entailment", "not_entailment"), predicted_by="RTE",
-    ),
+    Task(name="BoolQ", layout="texts", head="classify",
+         labels=("false", "true"), values=_BOOL, submitted=("false", "true"),
+         texts=("passage", "question"), metrics=("accuracy",), counts=_splits(9427, 3270, 3245),
+         line='{"question": "...", "passage": "...", "idx": 0, "label": true}', hub="boolq",
+         settings={"epochs": 10, "global_batch_size": 32, "max_length": 320}),
+    Task(name="CB", layout="texts", head="classify", labels=_NLI, values=_NLI, submitted=_NLI,
+         texts=("premise", "hypothesis"), metrics=("macro_f1", "accuracy"),
+         counts=_splits(250, 56, 250),
+         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="cb",
+         hub_labels=("entailment", "contradiction", "neutral"),
+         settings={"epochs": 40, "max_length": 320}),
+    Task(name="COPA", layout="copa", head="choice",
+         labels=("choice1", "choice2"), values=(0, 1), submitted=(0, 1),
+         texts=("premise", "choice1", "choice2", "question"), metrics=("accuracy",),
+         counts=_splits(400, 100, 500),
+         line='{"premise": "...", "choice1": "...", "choice2": "...", "question": "cause", '
+         '"label": 0, "idx": 0}',
+         hub="copa",
+         settings={"epochs": 40, "max_length": 128, "learning_rate": 1e-5}),
+    Task(name="MultiRC", layout="multirc", head="classify",
+         labels=("0", "1"), values=(0, 1), submitted=(0, 1),
+         texts=("passage",), metrics=("f1a", "em"), counts=_splits(27243, 4848, 9693),
+         line='{"idx": 0, "version": 1.1, "passage": {"text": "...", "questions": [{"question": '
+         '"...", "idx": 0, "answers": [{"text": "...", "idx": 0, "label": 1}]}]}}',
+         hub="multirc",
+         settings={"epochs": 6, "global_batch_size": 32, "max_length": 512}),
+    Task(name="ReCoRD", layout="record", head="mentions",
+         labels=("mention",), values=(), submitted=(),
+         texts=("passage",), metrics=("f1", "em"), counts=_splits(100730, 10000, 10000),
+         line='{"source": "CNN", "passage": {"text": "...", "entities": [{"start": 0, "end": 4}]}, '
+         '"qas": [{"query": "... @placeholder ...", "idx": 0, "answers": [{"start": 0, "end": 4, '
+         '"text": "..."}]}], "idx": 0}',
+         hub="record",
+         settings={"epochs": 3, "global_batch_size": 64, "max_length": 512, "window_overlap": 256}),
+    Task(name="RTE", layout="texts", head="classify",
+         labels=_RTE, values=_RTE, submitted=_RTE,
+         texts=("premise", "hypothesis"), metrics=("accuracy",), counts=_splits(2490, 277, 3000),
+         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="rte",
+         hub_labels=("entailment", "not_entailment"),
+         files=_TSV, columns=_SENTENCES,  # GLUE's RTE is the same task, as tables
+         settings={"epochs": 10, "global_batch_size": 32, "max_length": 320}),
+    Task(name="WiC", layout="wic", head="words",
+         labels=("false", "true"), values=_BOOL, submitted=("false", "true"),
+         texts=("word", "sentence1", "sentence2"), metrics=("accuracy",),
+         counts=_splits(5428, 638, 1400),
+         line='{"word": "...", "sentence1": "...", "sentence2": "...", "idx": 0, "label": false, '
+         '"start1": 0, "end1": 5, "start2": 0, "end2": 5, "version": 1.1}',
+         hub="wic",
+         settings={"epochs": 12, "global_batch_size": 32, "max_length": 128}),
+    Task(name="WSC", layout="wsc", head="spans",
+         labels=("False", "True"), values=_BOOL, submitted=("False", "True"),
+         texts=("text",), metrics=("accuracy",), counts=_splits(554, 104, 146),
+         line='{"text": "...", "target": {"span1_index": 0, "span1_text": "Mark", "span2_index": '
+         '13, "span2_text": "He"}, "idx": 0, "label": false}',
+         hub="wsc",
+         settings={"epochs": 50, "max_length": 256, "learning_rate": 1e-5}),
+    Task(name="AX-b", layout="texts", head="classify", labels=_RTE, values=_RTE, submitted=_RTE,
+         texts=("sentence1", "sentence2"), metrics=("matthews",), counts=(("test", 1104),),
+         line='{"idx": "0", "label": "entailment", "sentence1": "...", "sentence2": "..."}',
+         hub="axb", hub_labels=("entailment", "not_entailment"), predicted_by="RTE"),
+    Task(name="AX-g", layout="texts", head="classify",
+         labels=_RTE, values=_RTE, submitted=_RTE,
+         texts=("premise", "hypothesis"), metrics=("gender_parity", "accuracy"),
+         counts=(("test", 356),),
+         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0, '
+         '"pair_id": 551646}',
+         hub="axg",
+         hub_labels=("entailment", "not_entailment"), predicted_by="RTE"),
 )
 
 # Table columns: huggingface/datasets datasets/glue/glue.py, which reads the official files; counts:
@@ -207,109 +185,79 @@ TASKS: tuple[Task, ...] = (
 # Settings: of base in microsoft/DeBERTa experiments/glue/{cola,sst2,mrpc,stsb,qqp,qnli}.sh.
 _OFFICIAL = {"epochs": 6, "global_batch_size": 32, "learning_rate": 2e-5, "warmup_steps": 100,
              "head_dropout": 0.15, "max_length": 128}
+_glue = partial(Task, head="classify", files=_TSV, hub_repository="nyu-mll/glue")
 _GLUE_ONLY: tuple[Task, ...] = (
-    Task(
-        name="CoLA", head="classify", labels=("unacceptable", "acceptable"), values=_NUMBERS,
-        submitted=(0, 1), texts=("sentence",), metrics=("matthews",),
-        counts=_splits(8551, 1043, 1063), files=_TSV,
-        headless=("source", "label", "mark", "sentence"), hub="cola",
-        hub_repository="nyu-mll/glue", settings=_OFFICIAL | {"max_length": 64},
-    ),
-    Task(
-        name="SST-2", head="classify", labels=("negative", "positive"), values=_NUMBERS,
-        submitted=(0, 1), texts=("sentence",), metrics=("accuracy",),
-        counts=_splits(67349, 872, 1821), files=_TSV, hub="sst2", hub_repository="nyu-mll/glue",
-        settings=_OFFICIAL | {"warmup_steps": 500},
-    ),
-    Task(
-        name="MRPC", head="classify", labels=("not_equivalent", "equivalent"), values=_NUMBERS,
-        submitted=(0, 1), texts=("sentence1", "sentence2"), metrics=("binary_f1", "accuracy"),
-        counts=_splits(3668, 408, 1725), files=_TSV,
-        columns={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
-        hub="mrpc", hub_repository="nyu-mll/glue", settings=_OFFICIAL | {"warmup_steps": 50},
-    ),
-    Task(
-        name="STS-B", head="regress", labels=("score",), texts=("sentence1", "sentence2"),
-        metrics=("pearson", "spearman"), counts=_splits(5749, 1500, 1379), files=_TSV,
-        columns={"label": "score"}, hub="stsb", hub_repository="nyu-mll/glue",
-        settings=_OFFICIAL,
-    ),
-    Task(
-        name="QQP", head="classify", labels=("not_duplicate", "duplicate"), values=_NUMBERS,
-        submitted=(0, 1), texts=("question1", "question2"), metrics=("binary_f1", "accuracy"),
-        counts=_splits(363846, 40430, 390965), files=_TSV, columns={"label": "is_duplicate"},
-        broken_rows=3, may_be_blank=True, hub="qqp", hub_repository="nyu-mll/glue",
-        settings=_OFFICIAL | {"epochs": 8, "global_batch_size": 64, "warmup_steps": 500,
-                              "max_length": 320},
-    ),
-    Task(
-        name="MNLI", head="classify", labels=_NLI, submitted=_NLI,
-        texts=("premise", "hypothesis"), metrics=("accuracy",), counts=_splits(392702, 9815, 9796),
-        line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}',
-        files={"train": "train.tsv", "val": "dev_matched.tsv", "test": "test_matched.tsv"},
-        columns=_SENTENCES | {"label": "gold_label"}, hub="mnli", hub_repository="nyu-mll/glue",
-        hub_splits={"val": "validation_matched", "test": "test_matched"},
-        hub_labels=("entailment", "neutral", "contradiction"),
-        settings={"epochs": 3, "global_batch_size": 64, "max_length": 256},
-    ),
-    Task(
-        name="QNLI", head="classify", labels=_RTE, submitted=_RTE, texts=("question", "sentence"),
-        metrics=("accuracy",), counts=_splits(104743, 5463, 5463), files=_TSV, hub="qnli",
-        hub_repository="nyu-mll/glue", hub_labels=("entailment", "not_entailment"),
-        settings=_OFFICIAL | {"epochs": 4, "warmup_steps": 500, "max_length": 512,
-                              "truncation": "longest_first"},
-    ),
-    Task(
-        name="WNLI", head="classify", labels=_RTE, values=_NUMBERS, submitted=(0, 1),
-        texts=("sentence1", "sentence2"), metrics=("accuracy",), counts=_splits(635, 71, 146),
-        files=_TSV, hub="wnli", hub_repository="nyu-mll/glue", settings={"global_batch_size": 32},
-    ),
-    Task(
-        name="MNLI-mm", head="classify", labels=_NLI, submitted=_NLI,
-        texts=("premise", "hypothesis"), metrics=("accuracy",),
-        counts=(("val", 9832), ("test", 9847)),
-        files={"val": "../MNLI/dev_mismatched.tsv", "test": "../MNLI/test_mismatched.tsv"},
-        columns=_SENTENCES | {"label": "gold_label"}, hub="mnli", hub_repository="nyu-mll/glue",
-        hub_splits={"val": "validation_mismatched", "test": "test_mismatched"},
-        hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI",
-    ),
-    Task(
-        name="AX", head="classify", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
-        metrics=("matthews_multi",), counts=(("test", 1104),), files={"test": "AX.tsv"},
-        also_at=("AX.tsv", "diagnostic/diagnostic.tsv"), columns=_SENTENCES,
-        hub="ax", hub_repository="nyu-mll/glue",
-        hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI",
-    ),
+    _glue(name="CoLA", labels=("unacceptable", "acceptable"), values=_NUMBERS, submitted=(0, 1),
+          texts=("sentence",), metrics=("matthews",), counts=_splits(8551, 1043, 1063),
+          headless=("source", "label", "mark", "sentence"), hub="cola",
+          settings=_OFFICIAL | {"max_length": 64}),
+    _glue(name="SST-2", labels=("negative", "positive"), values=_NUMBERS, submitted=(0, 1),
+          texts=("sentence",), metrics=("accuracy",), counts=_splits(67349, 872, 1821), hub="sst2",
+          settings=_OFFICIAL | {"warmup_steps": 500}),
+    _glue(name="MRPC", labels=("not_equivalent", "equivalent"), values=_NUMBERS, submitted=(0, 1),
+          texts=("sentence1", "sentence2"), metrics=("binary_f1", "accuracy"),
+          counts=_splits(3668, 408, 1725),
+          columns={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
+          hub="mrpc", settings=_OFFICIAL | {"warmup_steps": 50}),
+    _glue(name="STS-B", head="regress", labels=("score",), texts=("sentence1", "sentence2"),
+          metrics=("pearson", "spearman"), counts=_splits(5749, 1500, 1379),
+          columns={"label": "score"}, hub="stsb", settings=_OFFICIAL),
+    _glue(name="QQP", labels=("not_duplicate", "duplicate"), values=_NUMBERS, submitted=(0, 1),
+          texts=("question1", "question2"), metrics=("binary_f1", "accuracy"),
+          counts=_splits(363846, 40430, 390965), columns={"label": "is_duplicate"}, broken_rows=3,
+          may_be_blank=True, hub="qqp",
+          settings=_OFFICIAL | {"epochs": 8, "global_batch_size": 64, "warmup_steps": 500,
+                                "max_length": 320}),
+    _glue(name="MNLI", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
+          metrics=("accuracy",), counts=_splits(392702, 9815, 9796),
+          line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}',
+          files={"train": "train.tsv", "val": "dev_matched.tsv", "test": "test_matched.tsv"},
+          columns=_SENTENCES | {"label": "gold_label"}, hub="mnli",
+          hub_splits={"val": "validation_matched", "test": "test_matched"},
+          hub_labels=("entailment", "neutral", "contradiction"),
+          settings={"epochs": 3, "global_batch_size": 64, "max_length": 256}),
+    _glue(name="QNLI", labels=_RTE, submitted=_RTE, texts=("question", "sentence"),
+          metrics=("accuracy",), counts=_splits(104743, 5463, 5463), hub="qnli",
+          hub_labels=("entailment", "not_entailment"),
+          settings=_OFFICIAL | {"epochs": 4, "warmup_steps": 500, "max_length": 512,
+                                "truncation": "longest_first"}),
+    _glue(name="WNLI", labels=_RTE, values=_NUMBERS, submitted=(0, 1),
+          texts=("sentence1", "sentence2"), metrics=("accuracy",), counts=_splits(635, 71, 146),
+          hub="wnli", settings={"global_batch_size": 32}),
+    _glue(name="MNLI-mm", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
+          metrics=("accuracy",), counts=(("val", 9832), ("test", 9847)),
+          files={"val": "../MNLI/dev_mismatched.tsv", "test": "../MNLI/test_mismatched.tsv"},
+          columns=_SENTENCES | {"label": "gold_label"}, hub="mnli",
+          hub_splits={"val": "validation_mismatched", "test": "test_mismatched"},
+          hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI"),
+    _glue(name="AX", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
+          metrics=("matthews_multi",), counts=(("test", 1104),), files={"test": "AX.tsv"},
+          also_at=("AX.tsv", "diagnostic/diagnostic.tsv"), columns=_SENTENCES, hub="ax",
+          hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI"),
 )
 
 # The official JSON files (rajpurkar.github.io/SQuAD-explorer). microsoft/DeBERTa has no script for
 # them; settings: the middle of the DeBERTa paper's grid for base models (table 10).
-_SQUAD_LINE = ('{"id": "...", "question": "...", "context": "...", '
-               '"answers": {"text": ["..."], "answer_start": [0]}}')
-_SQUAD_SETTINGS = {"epochs": 3, "global_batch_size": 32, "learning_rate": 2e-5, "warmup_steps": 500,
-                   "max_length": 384, "window_overlap": 128}
-SQUAD: tuple[Task, ...] = (
-    Task(
-        name="SQuAD-v1.1", head="answer", layout="answers", labels=("start", "end"),
-        texts=("question", "context"), metrics=("f1", "em"),
-        counts=(("train", 87599), ("val", 10570)), columns={"label": "answers"}, line=_SQUAD_LINE,
-        files={"train": "train-v1.1.json", "val": "dev-v1.1.json"}, hub="plain_text",
-        hub_repository="rajpurkar/squad", settings=_SQUAD_SETTINGS,
-    ),
-    Task(
-        name="SQuAD-v2.0", head="answer", layout="answers", labels=("start", "end"),
-        texts=("question", "context"), no_answer=True, metrics=("f1_v2", "em_v2"),
-        counts=(("train", 130319), ("val", 11873)), columns={"label": "answers"}, line=_SQUAD_LINE,
-        files={"train": "train-v2.0.json", "val": "dev-v2.0.json"}, hub="squad_v2",
-        hub_repository="rajpurkar/squad_v2", settings=_SQUAD_SETTINGS,
-    ),
-)
+_SQUAD = Task(
+    name="SQuAD-v1.1", head="answer", layout="answers", labels=("start", "end"),
+    texts=("question", "context"), metrics=("f1", "em"),
+    counts=(("train", 87599), ("val", 10570)), columns={"label": "answers"},
+    line='{"id": "...", "question": "...", "context": "...", '
+    '"answers": {"text": ["..."], "answer_start": [0]}}',
+    files={"train": "train-v1.1.json", "val": "dev-v1.1.json"}, hub="plain_text",
+    hub_repository="rajpurkar/squad",
+    settings={"epochs": 3, "global_batch_size": 32, "learning_rate": 2e-5, "warmup_steps": 500,
+              "max_length": 384, "window_overlap": 128})
+SQUAD: tuple[Task, ...] = (_SQUAD, replace(
+    _SQUAD, name="SQuAD-v2.0", no_answer=True, metrics=("f1_v2", "em_v2"),
+    counts=(("train", 130319), ("val", 11873)), hub="squad_v2",
+    files={"train": "train-v2.0.json", "val": "dev-v2.0.json"},
+    hub_repository="rajpurkar/squad_v2"))
 
 GLUE = (*_GLUE_ONLY[:-2], next(task for task in TASKS if task.name == "RTE"), *_GLUE_ONLY[-2:])
 SUITES = {"SuperGLUE": TASKS, "GLUE": GLUE}
 ALL_TASKS = (*TASKS, *_GLUE_ONLY, *SQUAD)
 TASK_NAMES = tuple(task.name for task in ALL_TASKS)
-SUBMITTED_FILES = tuple(f"{task.name}.jsonl" for task in TASKS)
 
 
 def task_named(name: str) -> Task:

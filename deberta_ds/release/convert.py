@@ -66,7 +66,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
                   ) -> Summary:
     """Write a release to directory `out`; `source` is what conversion.json says it comes from.
 
-    The new directory is written beside `out`, checked, and only then moved into place. UserError if
+    The new directory is written next to `out`, checked, and only then moved there. UserError if
     a check fails.
     """
     if out.is_symlink():
@@ -151,7 +151,7 @@ def _state(out: Path) -> tuple[int, int] | None:
 
 
 def _clean_up_after_killed(out: Path) -> None:
-    """Delete what conversions to `out` that were killed have left beside it.
+    """Delete what conversions to `out` that were killed have left next to it.
 
     One that was killed between the two renames of `_replace` has moved the older conversion aside:
     that is put back first. The number in a name is the writer's process id: a living one is at

@@ -26,7 +26,7 @@ from deberta_ds.release.tokenizer_files import pad_id_of, write_tokenizer_files
 
 GENERATOR_DIRECTORY = "generator"
 CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
-# transformers class: the tensors it owns beside the encoder's.
+# transformers class: the tensors it owns next to the encoder's.
 _HEAD_OF = {"Model": (), "ForMaskedLM": ("lm_predictions.",),
             "ForSequenceClassification": ("pooler.", "classifier."),
             "ForMultipleChoice": ("pooler.", "classifier."),

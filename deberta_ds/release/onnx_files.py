@@ -1,6 +1,6 @@
-"""ONNX files beside a Hugging Face directory, compared with PyTorch before they count as written.
+"""ONNX files next to a Hugging Face directory, compared with PyTorch before they count as written.
 
-    DIR/onnx/model.onnx             fp32; model.onnx.data beside it holds the weights above 1.5 GB
+    DIR/onnx/model.onnx             fp32; model.onnx.data next to it holds the weights above 1.5 GB
     DIR/onnx/model_quantized.onnx   int8 by dynamic quantization
     DIR/generator/onnx/...          the generator, with its enhanced mask decoder
 

@@ -42,7 +42,7 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
                   ) -> LoadedModel:
     """Return the model at `path`: our checkpoint, run or directory, Hugging Face, or microsoft.
 
-    `tokenizer` is the path of the one it was trained with, where there is none beside it;
+    `tokenizer` is the path of the one it was trained with, where there is none next to it;
     `for_text` says that one is needed. Raises UserError for a missing, damaged or foreign model.
     """
     release = read_release(path, tokenizer)

@@ -2,7 +2,7 @@
 
 Formats, told apart by their files:
     ours        a checkpoint or run directory (run.json, sharded), or model.json (written by export)
-    foreign     config.json or model_config.json beside safetensors or `.bin` files: Hugging Face
+    foreign     config.json or model_config.json next to safetensors or `.bin` files: Hugging Face
                 directories, microsoft pairs, official training output (discriminator/, generator/)
 
 Public files mix the two foreign worlds (config.json beside a `.bin` with microsoft's heads), so one
@@ -171,7 +171,7 @@ def _newest_official_step(directory: Path) -> Path:
 
 
 def _find_generator(directory: Path, weights: Path) -> tuple[Path, Path] | None:
-    """Return (configuration, weights) of the generator beside a model, or None."""
+    """Return (configuration, weights) of the generator next to a model, or None."""
     inside = directory / "generator"
     if inside.is_dir() and (own := weight_file(inside)):
         return _config_of(inside), own

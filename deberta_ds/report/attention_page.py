@@ -29,7 +29,7 @@ from deberta_ds.report.pages import render
 
 MAX_PAIRS = 1_000_000  # about 10 MB of page
 _POSITIVE, _NEGATIVE = (0x6C, 0x63, 0xF5), (0xE0, 0x86, 0x1C)  # seen on white and on black
-_LABELLED_TOKENS = 24  # beside a map, more would overlap
+_LABELLED_TOKENS = 24  # next to a map, more would overlap
 _STEPS = 9999  # of the integers that stand for a map's numbers
 
 
@@ -46,7 +46,7 @@ class Map:
 
 def write_attention(model_path: str, text: str, layers: list[int] | None, heads: list[int] | None,
                     out: Path, *, png: bool, tokenizer: str | None = None) -> list[Path]:
-    """Write the page of `text` (and a picture beside it); return what was written."""
+    """Write the page of `text` (and a picture next to it); return what was written."""
     picture = out.parent / f"{out.stem}.png"  # "." has no suffix to replace
     if png and picture == out:
         raise UserError(f"{out}: --out names the page; the picture gets its name with .png")

@@ -43,7 +43,7 @@ class Chart:
     note: str
     unit: str
     series: list[Series]
-    headline: str = ""  # the number beside the title, and what it is
+    headline: str = ""  # the number next to the title, and what it is
     headline_note: str = ""
     from_zero: bool = False
     last_x: float = 1.0
@@ -223,9 +223,9 @@ def _hover(line: Series, unit: str, x_of: Callable) -> dict:
 
 # Which charts a page of runs has: what the objective declares, then what the machine did.
 # What a run did rather than what it learned: drawn as it is, from zero. The third is its headline.
-COURSE = ((Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
-          (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
-          (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"))
+RUN_CHARTS = ((Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
+              (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
+              (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"))
 _AGREE = 1e-9  # baselines of runs on the same rows
 
 
@@ -242,7 +242,8 @@ def groups(runs: list[Run]) -> list[tuple[str, str, int, list[Drawing]]]:
         ("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
          _charts([metric for metric in declared if not metric.is_loss], runs)),
         ("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
-         [chart for metric, headline in COURSE for chart in _course(metric, headline, runs)]),
+         [chart for metric, headline in RUN_CHARTS
+          for chart in _run_chart(metric, headline, runs)]),
     ]
     return [group for group in found if group[-1]]
 
@@ -250,7 +251,7 @@ def groups(runs: list[Run]) -> list[tuple[str, str, int, list[Drawing]]]:
 def color_of(metric: Metric, run: Run) -> str:
     """Return the color of a metric's network; the last one declared is the one that is kept.
 
-    What is measured beside an objective's own scores is measured of that one.
+    What is measured next to an objective's own scores is measured of that one.
     """
     networks = list(dict.fromkeys(declared.network for declared in run.objective.METRICS))
     return "second" if metric.network in networks[:-1] else "main"
@@ -295,7 +296,7 @@ def _several(metric: Metric, runs: list[Run]) -> Drawing:
                       last_x=max(run.last_step for run in runs), legend=True))
 
 
-def _course(metric: Metric, headline: str, runs: list[Run]) -> list[Drawing]:
+def _run_chart(metric: Metric, headline: str, runs: list[Run]) -> list[Drawing]:
     series = [Series(run.name if len(runs) > 1 else "", points,
                      f"run{n}" if len(runs) > 1 else "main", "plain")
               for n, run in enumerate(runs) if (points := run.points("train", metric.key))]
@@ -312,7 +313,7 @@ def _course(metric: Metric, headline: str, runs: list[Run]) -> list[Drawing]:
 def _baseline(metric: Metric, run: Run) -> list[tuple[float, float]]:
     """Return the baseline of a run's evaluations as a line over the whole width."""
     points = [(record["step"], value) for record in run.evals
-              if (value := metric.beside(record)) is not None]
+              if (value := metric.baseline_of(record)) is not None]
     if not points:
         return []
     return [(0, points[0][1]), *points, (run.last_step, points[-1][1])]

@@ -79,7 +79,7 @@ def _state(run: Run) -> tuple[str, str]:
 
 def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
     """Return whether a score is better than the baseline; None: not known, or noise."""
-    score, baseline = scores.get(metric.key), metric.beside(scores)
+    score, baseline = scores.get(metric.key), metric.baseline_of(scores)
     if score is None or baseline is None:
         return None
     if metric.noise and abs(score - baseline) <= metric.noise:
@@ -123,7 +123,7 @@ def tiles(run: Run) -> list[Tile]:
 
 def _learned(metric: Metric, run: Run) -> Tile:
     value = run.scores.get(metric.key)
-    baseline, ahead = metric.beside(run.scores), ahead_of_baseline(metric, run.scores)
+    baseline, ahead = metric.baseline_of(run.scores), ahead_of_baseline(metric, run.scores)
     note = "held out" if baseline is None else \
         f"{baseline_name(metric)} {format_value(baseline, metric.unit)}"
     tone = "" if ahead is None else "up" if ahead else "down"

@@ -253,10 +253,10 @@ def _add_scores(training: Training, records: list[dict], step: int, kind: str) -
     for metric in OBJECTIVES[kind].METRICS:
         if last.get(metric.key) is None:
             continue
-        beside = metric.beside(last)
+        baseline = metric.baseline_of(last)
         training.scores.append((metric.title, format_value(last[metric.key], metric.unit),
-                                "" if beside is None else
-                                f"{baseline_name(metric)} {format_value(beside, metric.unit)}"))
+                                "" if baseline is None else
+                                f"{baseline_name(metric)} {format_value(baseline, metric.unit)}"))
 
 
 def _of_finetuned(directory: Path) -> Training:

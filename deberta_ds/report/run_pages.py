@@ -21,7 +21,7 @@ from deberta_ds.report.rundata import RESULTS_FILE, Run, read_run, read_sweep
 from deberta_ds.report.tables import Cell, Table
 
 PAGE = "report.html"
-MAX_BESIDE = 5  # colors that people tell apart at a glance
+MAX_COMPARED = 5  # colors that people tell apart at a glance
 PROPOSALS = 4  # for a mask
 _TIMES = {"steps": "main", "saves": "second", "evaluations": "main-soft",
           "starts and repeated steps": "amber"}
@@ -42,30 +42,30 @@ def write_runs(path: str | Path, directories: list[str | Path],
 
 
 def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
-    """Write the page of the first fine-tuning sweep, with the others' scores beside it."""
+    """Write the page of the first fine-tuning sweep, with the others' scores next to it."""
     _check_number("sweeps", directories)
-    first, *beside = [read_sweep(Path(directory) / RESULTS_FILE) for directory in directories]
+    first, *compared = [read_sweep(Path(directory) / RESULTS_FILE) for directory in directories]
     write_atomic(path, render(
         "sweep.html", sweep=first, mean=format_value(first.mean, "share"),
-        mean_note=sweep.mean_note(first), scores=sweep.scores(first, beside),
+        mean_note=sweep.mean_note(first), scores=sweep.scores(first, compared),
         cards=sweep.cards(first)))
 
 
-def write_results(out: Path, results: Mapping, beside: Sequence[Path] = ()) -> str:
+def write_results(out: Path, results: Mapping, compared: Sequence[Path] = ()) -> str:
     """Write the results of fine-tuning to `out`: results.json, its page and the models' cards.
 
-    Returns a line that says so. `beside` are the directories of sweeps to compare with.
+    Returns a line that says so. `compared` are the directories of sweeps to compare with.
     """
     write_atomic(out / RESULTS_FILE, json.dumps(results, indent=1) + "\n")
-    write_sweep(out / PAGE, [out, *beside])
+    write_sweep(out / PAGE, [out, *compared])
     for run in results["runs"]:
         write_finetuned_card(out, run["task"], run["seed"])
     return f"\nwrote {out / RESULTS_FILE} and {out / PAGE}"
 
 
 def _check_number(what: str, directories: list) -> None:
-    if not 1 <= len(directories) <= MAX_BESIDE:
-        raise UserError(f"a page shows 1 to {MAX_BESIDE} {what}, {len(directories)} were named")
+    if not 1 <= len(directories) <= MAX_COMPARED:
+        raise UserError(f"a page shows 1 to {MAX_COMPARED} {what}, {len(directories)} were named")
 
 
 def runs_page(runs: list[Run], filled: list[Table | None]) -> str:

@@ -120,10 +120,10 @@ def evaluation_by_corpus(run: Run) -> Table | None:
 
 
 def _beside_baseline(metric: Metric, record: dict) -> Cell:
-    beside = metric.beside(record)
+    baseline = metric.baseline_of(record)
     return Cell(format_value(record.get(metric.key), metric.unit), record.get(metric.key),
-                below="" if beside is None else format_value(beside, metric.unit),
-                below_value=beside)
+                below="" if baseline is None else format_value(baseline, metric.unit),
+                below_value=baseline)
 
 
 def stages(run: Run) -> tuple[str, list[tuple[Stage, Cell, float]]]:

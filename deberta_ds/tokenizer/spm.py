@@ -185,7 +185,7 @@ def _check_kind(proto, path: Path) -> None:
 
 
 def _check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path) -> None:
-    """UserError if what stands beside a model asks for other ids than the model alone gives."""
+    """UserError if what stands next to a model asks for other ids than the model alone gives."""
     remedy = ("save the tokenizer with transformers' AutoTokenizer, and give the tokenizer.json "
               f"that this writes, without {path.name} next to it")
     for key in ("do_lower_case", "split_by_punct"):
@@ -217,7 +217,7 @@ def with_control_roles(proto, named: Iterable[str] = ()):
 
 def with_special_tokens(path: Path, settings: dict) -> tuple[bytes, list[str]]:
     """Return (the model at `path` with a control piece for each role that neither it nor the files
-    beside it have one for, their names).
+    next to it have one for, their names).
     """
     data = path.read_bytes()
     processor = _load(data, path)
@@ -235,7 +235,7 @@ def with_special_tokens(path: Path, settings: dict) -> tuple[bytes, list[str]]:
 
 def _look_up(processor: sentencepiece.SentencePieceProcessor, named: dict
              ) -> tuple[Roles, dict, dict]:
-    """Return (roles, {piece: id}, the names that the files beside the model or itself give)."""
+    """Return (roles, {piece: id}, the names that the files next to the model or itself give)."""
     ids = {processor.id_to_piece(number): number for number in range(processor.get_piece_size())}
     own = {"pad": processor.pad_id(), "bos": processor.bos_id(), "eos": processor.eos_id()}
     settings = {f"{name}_token": processor.id_to_piece(number)

@@ -29,24 +29,20 @@ class SpikeRule:
 
     def __init__(self, sigmas: float, losses: Sequence[float] = ()):
         self._sigmas = sigmas
-        self._losses: deque[float] = deque(losses, WINDOW)
+        self.losses: deque[float] = deque(losses, WINDOW)  # saved, so a resumed run decides alike
 
     def ceiling(self) -> float:
         """Return the largest loss that the next step may have."""
-        if not self._sigmas or len(self._losses) < WINDOW:
+        if not self._sigmas or len(self.losses) < WINDOW:
             return torch.finfo(torch.float64).max
-        mean = math.fsum(self._losses) / WINDOW
-        variance = math.fsum((loss - mean) ** 2 for loss in self._losses) / WINDOW
+        mean = math.fsum(self.losses) / WINDOW
+        variance = math.fsum((loss - mean) ** 2 for loss in self.losses) / WINDOW
         return mean + self._sigmas * math.sqrt(variance)
 
     def accept(self, loss: float) -> None:
         """Take an accepted step's loss into the window (nothing to do without a rule)."""
         if self._sigmas:
-            self._losses.append(loss)
-
-    def state(self) -> list[float]:
-        """Return the losses to save in a checkpoint, so that a resumed run decides alike."""
-        return list(self._losses)
+            self.losses.append(loss)
 
 
 class BadSteps:
@@ -63,7 +59,7 @@ class BadSteps:
         self._in_a_row = 0
         self.spikes.accept(loss)
 
-    def pass_over(self, step: int, problem: str) -> tuple[str, str, dict[str, int]]:
+    def skip(self, step: int, problem: str) -> tuple[str, str, dict[str, int]]:
         """Return the event, its text and the sequences of a bad step, the last of `step` steps.
 
         Under "rollback", weights and optimizer become those of the newest checkpoint. The run goes

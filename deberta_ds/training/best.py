@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -37,9 +37,6 @@ class Best:
         self.without += 1
         return False
 
-    def state(self) -> dict:
-        return asdict(self)
-
     def __str__(self) -> str:
         return f"{self.score} = {self.value:.6g} at step {self.step:,}" if self.value is not None \
             else f"{self.score} was never measured"
@@ -68,10 +65,8 @@ def continued(run: RunConfig, saved: dict, scored: str) -> tuple[Best, str]:
     best = Best(**saved)
     if best.value is None or best.scored == scored:
         return replace(best, scored=scored), ""
-    return new, (
-        f"WARNING: the held-out sequences of train.best_metric have changed: the best so far, "
-        f"{best}, is discarded"
-    )
+    return new, ("WARNING: the held-out sequences of train.best_metric have changed: the best so "
+                 f"far, {best}, is discarded")
 
 
 def metric_of(run: RunConfig) -> Metric | None:
@@ -89,20 +84,13 @@ def problems(run: RunConfig) -> list[str]:
     """Return what is wrong with [train] best and patience of a run."""
     train = run.train
     if not train.best_metric:
-        return (
-            [
-                "train.patience counts evaluations without a better train.best_metric; name a "
-                "score there"
-            ]
-            if train.patience
-            else []
-        )
+        return ["train.patience counts evaluations without a better train.best_metric; name a "
+                "score there"] if train.patience else []
     found = []
     if not run.data.heldout:
-        found.append(
-            f"train.best_metric = {train.best_metric!r}: needs evaluations, and without "
-            "data.heldout there are none; set data.heldout, or leave train.best_metric out"
-        )
+        found.append(f"train.best_metric = {train.best_metric!r}: needs evaluations, and without "
+                     "data.heldout there are none; set data.heldout, or leave train.best_metric "
+                     "out")
     if metric_of(run) is None:
         known = [metric.key for metric in
                  (*objective_of(run).METRICS, *own_metrics(run.evaluate.metrics))]
@@ -116,6 +104,5 @@ def check_link(run: RunConfig) -> None:
     """Raise UserError if OUT/best is something else than our link; rank 0 alone looks."""
     link = Path(run.out_dir) / BEST
     if run.train.best_metric and dist.is_main() and link.exists() and not link.is_symlink():
-        raise UserError(
-            f"train.best_metric: {link} is in the way of the link to the best checkpoint; rename it"
-        )
+        raise UserError(f"train.best_metric: {link} is in the way of the link to the best "
+                        "checkpoint; rename it")

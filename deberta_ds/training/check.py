@@ -6,7 +6,7 @@ import json
 import socket
 from typing import Any
 
-from deberta_ds.base.errors import UserError, listed
+from deberta_ds.base.errors import listed
 from deberta_ds.base.own_code import short_name
 from deberta_ds.checkpoint.find import CheckpointError
 from deberta_ds.checkpoint.run_record import RunRecord
@@ -56,7 +56,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
 
 
 def check_alike(values: dict[str, Any]) -> None:
-    """Raise UserError on every rank, with the differences, unless all ranks have these `values`."""
+    """Raise ConfigError on every rank, with the differences, unless all ranks have `values`."""
     text = json.dumps(values, sort_keys=True, default=str)
     if len(set(dist.gather_objects(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
@@ -65,11 +65,9 @@ def check_alike(values: dict[str, Any]) -> None:
              f"on rank 0 {first.get(key, 'not set')!r}"
              for key in sorted(mine.keys() | first.keys()) if mine.get(key) != first.get(key)]
     found = [line for part in dist.gather_objects(lines) for line in part]
-    error = UserError("the ranks of this job are not one run: another job may use its port, or a "
+    raise ConfigError("the ranks of this job are not one run: another job may use its port, or a "
                       "node has other files or options. Start all ranks with the same: "
                       + listed(found))
-    error.on_every_rank = True
-    raise error
 
 
 def check_identity(run: RunConfig, content_hashes: dict[str, str], tokenizer_sha256: str,
@@ -107,8 +105,7 @@ def _difference(key: str, then: str, now: str) -> str:
 
 
 def _described_sources(
-    sources: list[dict], content_hashes: dict[str, str]
-) -> list[tuple[str, str]]:
+        sources: list[dict], content_hashes: dict[str, str]) -> list[tuple[str, str]]:
     """Return (path, everything else that decides its rows) of each source, in order."""
     return [(source["path"], json.dumps(
         {"content_hash": content_hashes.get(source["path"])}

@@ -3,6 +3,7 @@
 import math
 import socket
 import time
+from dataclasses import asdict
 from typing import Any
 
 from deberta_ds.checkpoint.run_record import RunRecord
@@ -113,6 +114,6 @@ class Journal:
             deepspeed=inputs.ds,
             content_hashes=inputs.dataset.content_hashes | own_parts.digests(run),
             tokenizer_sha256=inputs.tokenizer.sha256, versions=versions(),
-            recent_losses=bad_steps.spikes.state(), since_line=self._since_line,
-            time_use=dict(self.meters.time_use.seconds), best=best.state(),
+            recent_losses=list(bad_steps.spikes.losses), since_line=self._since_line,
+            time_use=dict(self.meters.time_use.seconds), best=asdict(best),
             begun_from=self._begun_from)

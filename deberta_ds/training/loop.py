@@ -5,15 +5,20 @@ generator and the dropout masks are functions of it, so a checkpoint holds neith
 random number generator nor a data iterator.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+
+import torch
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.save import point_best
 from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.config.run_config import RunConfig
+from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig
 from deberta_ds.engine import engine
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.evaluate.held_out import evaluate, score_minimal_pairs
@@ -53,7 +58,8 @@ def _train(run: RunConfig, started: Started, stop_request: signals.StopRequest,
     trainer.journal.event(event, detail, lost_seconds=started.lost_now,
                           world_size=dist.world_size())
     try:
-        stopped = trainer.run_to_end()
+        with _profiled(run) as trainer.after_step:
+            stopped = trainer.run_to_end()
     except UserError as error:
         if isinstance(error, BadStepError):  # on every rank
             with trainer.meters.during("saves"):
@@ -63,6 +69,22 @@ def _train(run: RunConfig, started: Started, stop_request: signals.StopRequest,
     with watchdog.patience():  # rank 0's trackers may take minutes
         dist.together(started.log.close)
     return stopped
+
+
+@contextmanager
+def _profiled(run: RunConfig) -> Iterator[Callable[[], None]]:
+    """Yield what is called after each step, and record train.profile_steps steps on the way."""
+    if not run.train.profile_steps or dist.rank() not in run.train.profile_ranks:
+        yield lambda: None
+        return
+    traces = Path(run.out_dir) / "traces"
+    traces.mkdir(exist_ok=True)
+    plan = torch.profiler.schedule(wait=PROFILE_AFTER - 1, warmup=1, repeat=1,
+                                   active=run.train.profile_steps)
+    file = traces / f"start-{time.strftime('%Y%m%d-%H%M%S')}-rank-{dist.rank()}.json.gz"
+    with torch.profiler.profile(schedule=plan, on_trace_ready=lambda recorded:
+                                recorded.export_chrome_trace(str(file))) as profiler:
+        yield profiler.step
 
 
 class Trainer:
@@ -85,6 +107,7 @@ class Trainer:
             point_best(find.path_of(run.out_dir, self.best.step))
         self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files)
         stop_request.resumes_from = f"step {self.journal.step:,}"
+        self.after_step: Callable[[], None] = lambda: None
         watchdog.start_at(self.journal.step)
 
     def run_to_end(self) -> bool:
@@ -105,6 +128,7 @@ class Trainer:
                                 request=bool(self.stop_request or self.log.problem),
                                 raise_if_bad=train.on_spike == "stop", meter=self.meters.work)
             journal.step += 1
+            self.after_step()
             self._account(result)
             self.meters.watchdog.beat(journal.step)
             # -------------------------------------------------------------------------------------
@@ -149,12 +173,12 @@ class Trainer:
         return 0 < self.run.train.patience <= self.best.without
 
     def _account(self, result: StepResult) -> None:
-        """Count a good step; pass over a bad one as train.on_spike says."""
+        """Count a good step; skip a bad one as train.on_spike says."""
         if result.problem:
             with self.meters.during("saves"):
                 if self.run.train.on_spike == "rollback":
                     self.finish_save(wait=True)
-                event, detail, place = self.bad_steps.pass_over(self.journal.step, result.problem)
+                event, detail, place = self.bad_steps.skip(self.journal.step, result.problem)
             self.journal.event(event, detail, **place)
             return
         if not result.updated:
@@ -184,7 +208,7 @@ class Trainer:
         record = self.journal.run_record(self.bad_steps, self.best)
         with self.meters.during("saves"):
             self.finish_save(wait=True)
-            dist.together(lambda: lock.check(self.run.out_dir) if dist.is_main() else None)
+            dist.on_main(lambda: lock.check(self.run.out_dir))
             self.saver.begin(record, is_best)
             self.finish_save(wait=not self.run.train.save_in_background)
 

@@ -18,11 +18,10 @@ from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
-from deberta_ds.engine.state import check_restorable
 from deberta_ds.planner.goodput import STATE_BYTES
 from deberta_ds.training.check import changed_values
 from deberta_ds.training.setup import batches_of, describe, join_group, open_run
-from deberta_ds.training.start import first_weights
+from deberta_ds.training.start import build
 from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_step
 
 # Checks of the nodes of a job: clocks, links within and between nodes, disk.
@@ -58,7 +57,7 @@ def preflight(device: torch.device, host: str) -> list[str]:
 def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str:
     """Return what is free where checkpoints go, and what they need.
 
-    One is written before an old one goes; the best one (`has_best`) stays beside the newest.
+    One is written before an old one goes; the best one (`has_best`) stays next to the newest.
     """
     directory = Path(out_dir).absolute()
     while not directory.exists():
@@ -121,7 +120,7 @@ def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
 def _rounds(count: int) -> list[list[tuple[int, int]]]:
     """Return rounds of pairs in which each of `count` hosts meets both its neighbours in a ring."""
     rounds = [[(a, a + 1) for a in range(first, count - 1, 2)] for first in (0, 1)]
-    if count > 2:  # the ring closes: beside others where the count is even
+    if count > 2:  # the ring closes: next to others where the count is even
         closing = (count - 1, 0)
         rounds = [rounds[0], [*rounds[1], closing]] if count % 2 == 0 else [*rounds, [closing]]
     return [pairs for pairs in rounds if pairs]
@@ -173,11 +172,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
                                             bool(run.train.best_metric))))
     if dist.is_main():
         print("\n".join(lines))
-    tensors, notes = ({}, []) if record else first_weights(run)
-    if notes:
-        print("\n".join(notes))
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
-    check_restorable(model_engine)
+    model_engine = build(run, inputs, record, print)
     full = replace(run.train, initial_batch_size=0, batch_warmup_steps=0)
     batch = next(batches_of(replace(run, train=full), inputs, start=0, end=1))[0]
     counts = count_over_ranks([batch], model_engine.device)

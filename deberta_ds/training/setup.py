@@ -120,37 +120,18 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
     data, mask = run.data, run.objective.mask
     cache = Cache(data.cache, data.cache_gigabytes)
     tokenizer = Tokenizer(data.tokenizer)
-    dataset = RowDataset(
-        data.sources,
-        tokenizer,
-        seq_len=data.seq_len,
-        seed=data.seed,
-        mask=mask,
-        attend_across_documents=data.attend_across_documents,
-        verify=data.verify,
-        verify_rank=dist.rank(),
-        verify_world_size=dist.world_size(),
-        sample_by=run.objective.sample_by,
-        rows_of_run=batch_schedule.rows_of_run(run.train),
-        cache=cache,
-    )
+    dataset = RowDataset(data.sources, tokenizer, seq_len=data.seq_len, seed=data.seed, mask=mask,
+                         attend_across_documents=data.attend_across_documents, verify=data.verify,
+                         verify_rank=dist.rank(), verify_world_size=dist.world_size(),
+                         sample_by=run.objective.sample_by,
+                         rows_of_run=batch_schedule.rows_of_run(run.train), cache=cache)
     held_out = {
         name: eval_sequences(
-            path,
-            tokenizer,
-            seq_len=data.seq_len,
-            mask=mask,
-            eval_seed=EVAL_SEED,
-            num_rows=run.train.eval_sequences,
-            attend_across_documents=data.attend_across_documents,
-            verify=data.verify,
-            verify_rank=dist.rank(),
-            verify_world_size=dist.world_size(),
-            replaced=data.heldout_replacements.get(name, ""),
-            cache=cache,
-        )
-        for name, path in data.heldout_corpora.items()
-    }
+            path, tokenizer, seq_len=data.seq_len, mask=mask, eval_seed=EVAL_SEED,
+            num_rows=run.train.eval_sequences, attend_across_documents=data.attend_across_documents,
+            verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
+            replaced=data.heldout_replacements.get(name, ""), cache=cache)
+        for name, path in data.heldout_corpora.items()}
     return tokenizer, dataset, held_out
 
 

@@ -58,7 +58,7 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         for line in (*describe(run, inputs, origins), *warnings, *found.warnings()):
             log.info(line)
         dist.together(lambda: write_config(run, inputs, origins))
-        model_engine = _build(run, inputs, record, log)
+        model_engine = build(run, inputs, record, log.info)
         if record:
             _restore(run, inputs, found, record, model_engine, log)
         before, now = dist.together(lambda: lost_seconds(log.path, record))
@@ -66,10 +66,11 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         yield Started(found, record, inputs, log, model_engine, before, now)
 
 
-def _build(run: RunConfig, inputs: Inputs, record: RunRecord | None, log: RunLog):
+def build(run: RunConfig, inputs: Inputs, record: RunRecord | None, say: Callable[[str], None]):
+    """Return the engine of a run, with the weights of `[init]` unless it goes on from `record`."""
     tensors, notes = ({}, []) if record else first_weights(run)
     for line in notes:
-        log.info(line)
+        say(line)
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     check_restorable(model_engine)
     return model_engine

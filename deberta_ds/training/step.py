@@ -12,13 +12,14 @@ would wait for its queue.
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.cluster import dist
@@ -109,6 +110,14 @@ def find_bad_gradients(engine, batches: list, run_micro_batch,
                    for rows, parameter in part])
 
 
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Name the block in traces of torch.profiler (train.profile_steps) and of Nsight (NVTX)."""
+    with record_function(name), (
+            torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()):
+        yield
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one step did; equal on all ranks."""
@@ -154,7 +163,7 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
 
     def run_micro_batch(micro_step: int) -> tuple[Tensor, Sums]:
         seed_step(seed, step, micro_step, dist.rank())
-        with meter.computing() if meter else nullcontext():
+        with span("forward"), meter.computing() if meter else nullcontext():
             return forward(batches[micro_step].to(engine.device))
 
     # A batch that grows has another number of micro-batches now and then; a smaller one is a whole
@@ -167,12 +176,14 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
         if micro_step + 1 < len(batches):
-            engine.backward(loss)
-            engine.step()
+            with span("backward"):
+                engine.backward(loss)
+                engine.step()
     agreed = torch.stack([whole_loss, _number(float(request), engine.device), *totals.values()])
     agreed = dist.sum_over_ranks(agreed)
     good = agreed[0] <= ceiling  # False for NaN
-    engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
+    with span("backward"):
+        engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
     agreed = torch.cat([agreed, *(count.view(1) for count in counts.values())])
     mean_loss, requests, *summed = agreed.tolist()
     sums = dict(zip([*totals, *counts], summed, strict=True))
@@ -183,7 +194,8 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
         if raise_if_bad:
             raise BadStepError(f"step {step + 1}: {problem}; no update was made. "
                                f"{training.remedy if sums.get('targets', 1) else _UNMASKED}")
-    updated = _update(engine)
+    with span("update"):
+        updated = _update(engine)
     if not (problem or updated or engine.fp16_enabled() and engine.dynamic_loss_scale()):
         where = describe_losses(batches, totals, training.name)
         problem = f"gradient not finite, loss {mean_loss:.6g} ({where})"

@@ -1,6 +1,7 @@
 """The Python API: the examples of every docstring run; values agree with references."""
 
 import doctest
+import gzip
 import json
 import subprocess
 import sys
@@ -72,6 +73,16 @@ def test_sentence_vectors_are_those_of_transformers(names):
     np.testing.assert_allclose(ours.encode(TEXTS, batch_size=1, pooling="cls"), states[:, 0],
                                atol=2e-5)
     np.testing.assert_array_equal(ours.encode(TEXTS[0]), ours.encode(TEXTS[:1])[0])
+
+
+def test_steps_are_recorded_by_the_profiler(names, tmp_path):
+    deberta_ds.train(names["RUN"], {"train.steps": 8, "train.profile_steps": 2,
+                                    "out_dir": str(tmp_path / "out")})
+    [file] = (tmp_path / "out/traces").glob("*-rank-0.json.gz")
+    found = [event["name"] for event in json.loads(gzip.open(file).read())["traceEvents"]
+             if event.get("cat") == "user_annotation"]
+    assert {name: found.count(name) for name in ("forward", "backward", "update")} == {
+        "forward": 8, "backward": 8, "update": 2}  # four micro-batches a step
 
 
 def test_a_long_text_is_cut_only_if_asked(names):

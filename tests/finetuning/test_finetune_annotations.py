@@ -66,8 +66,7 @@ def test_entities_of_annotation_tools(tmp_path, name):
     ([[0, 99, "A"]], r"A \[0, 99\) is no piece of a text of 10 characters"),
     ([[3, 3, "A"]], "is no piece of"), ([["0", 3, "A"]], "is no entity; it is"),
     ([{"start": 0, "end": 3, "label": "A", "text": "xyz"}], "'xyz' is not at character 0"),
-    ([[0, 3, "C"]], "must be one of 'O', 'B-A'"),
-])
+    ([[0, 3, "C"]], "must be one of 'O', 'B-A'")])
 def test_entities_that_are_none_are_named_with_their_row(tmp_path, entities, said):
     rows = [{"text": "abc def gh", "label": [[0, 3, "A"]]}, {"text": "abc def gh",
                                                              "label": entities}]
@@ -87,8 +86,7 @@ def test_rejected_and_unlabelled_texts_are_left_out_by_name(tmp_path):
     ("Frau Müller-Lüdenscheidt aß 3,5 kg.", "Frau Müller - Lüdenscheidt aß 3 , 5 kg ."),
     ("हिन्दी में", "हिन्दी में"), ("كتابٌ جديد", "كتابٌ جديد"),
     ("東京へABC行く。", "東 京 へ ABC 行 く 。"), ("ที่นี่", "ที่ นี่"),
-    ("안녕하세요 세계", "안녕하세요 세계"), ("don't", "don ' t"),
-])
+    ("안녕하세요 세계", "안녕하세요 세계"), ("don't", "don ' t")])
 def test_words_of_a_text_in_every_script(text, words):
     found = [text[start:end] for start, end in words_in(text)]
     assert found == words.split()

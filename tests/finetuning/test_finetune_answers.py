@@ -368,8 +368,7 @@ def test_transformers_answers_as_we_do(squad, tmp_path):
     ({"answers": {"text": ["Anna"]}}, "answers must be a text, a list of"),
     ({"answers": [{"text": " ", "answer_start": 3}]}, "an answer must be a text, found ' '"),
     ({"answers": []}, "the question has no answer, but SQuAD-v1.1 has one everywhere"),
-    ({"question": ""}, 'field "question" is empty'), ({"id": None}, None),
-])
+    ({"question": ""}, 'field "question" is empty'), ({"id": None}, None)])
 def test_a_wrong_answer_is_named_with_its_place(tmp_path, change, message):
     whole = document("v1.1")
     whole["data"][0]["paragraphs"][0]["qas"][1] |= change

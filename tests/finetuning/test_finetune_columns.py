@@ -122,8 +122,7 @@ def test_words_and_tags_of_a_corpus_in_its_own_form(tmp_path, name):
     ("train.txt", CONLL2012.partition("\n")[2], "column 1 is the same in all lines of a sentence"),
     ("train.annotated", WNUT, r"unknown kind of table.*columns = {word = 1, tag = -1}"),
     ("train.conll", "a B-X\nb\n\nc O\n", "train.conll:2: 'b' has 1 columns, most lines of"),
-    ("train.conll", "a\tO\n\tO\n\nc\tO\n", "train.conll:2: .* has no word in column 1"),
-])
+    ("train.conll", "a\tO\n\tO\n\nc\tO\n", "train.conll:2: .* has no word in column 1")])
 def test_a_file_of_other_columns_is_refused(tmp_path, file, text, said):
     (tmp_path / file).write_text(text)
     with pytest.raises(UserError, match=said):
@@ -139,8 +138,7 @@ def test_a_sentence_that_cannot_be_read_does_not_hide_the_others(tmp_path):
 @pytest.mark.parametrize(("file", "text", "metrics", "labels"), [
     ("train.conllu", CONLLU, ("tag_accuracy",), {"VERB", "PRON", "ADP", "DET", "NOUN", "INTJ"}),
     ("train.conll", WNUT, ("span_f1",), {"O", "B-product"}),
-    ("train.txt", "中 B\n国 E\n人 S\n是 S\n北 B\n京 I\n", ("span_f1",), {"B", "E", "S", "I"}),
-])
+    ("train.txt", "中 B\n国 E\n人 S\n是 S\n北 B\n京 I\n", ("span_f1",), {"B", "E", "S", "I"})])
 def test_tags_without_prefix_are_scored_by_accuracy(tmp_path, file, text, metrics, labels):
     (tmp_path / file).write_text(text)
     path = write_task(tmp_path, "tags", [], train=file, val=file, texts=["words"], label="pos")
@@ -181,8 +179,7 @@ def test_columns_in_a_task_file(tmp_path):
 @pytest.mark.parametrize(("words", "text"), [
     (list("경찰 이 왔다"), "경찰 이 왔다"), (["東京", "に", "行く", "。"], "東京に行く。"),
     (["ฉัน", "ชอบ", "Python"], "ฉันชอบ Python"), (["He", "is", "."], "He is ."),
-    (list("他用iPhone打字了吗在北京"), "他用iPhone打字了吗在北京"), (["서울", "은"], "서울 은"),
-])
+    (list("他用iPhone打字了吗在北京"), "他用iPhone打字了吗在北京"), (["서울", "은"], "서울 은")])
 def test_words_are_joined_as_their_script_is_written(tmp_path, words, text):
     """Characters were joined by spaces: 36,281 tokens instead of 19,931."""
     rows = [{"words": words, "label": ["B-X"] + ["O"] * (len(words) - 1)}] * 2

@@ -30,7 +30,7 @@ def encoded(name, examples=None, max_length=256, window_overlap=32):
 
 
 def model_of(name, seed=1) -> TaskModel:
-    model = TaskModel(task_named(name), Backbone(tiny_start().config), 0.0)
+    model = TaskModel(task_named(name), Backbone(tiny_start().config), Settings(head_dropout=0.0))
     init_parameters(model, 0.2, seed)
     return model.eval()
 

@@ -146,8 +146,8 @@ def lines_of(task, guesses=None) -> str:
 
 def test_the_zip_has_the_leaderboards_files_and_labels(tmp_path):
     file = tmp_path / "glue.zip"
-    submission.write_glue_zip(file, {task.name: lines_of(task) for task in GLUE}, TESTS)
-    submission.check_glue_zip(file, TESTS)
+    submission.write_zip(file, {task.name: lines_of(task) for task in GLUE}, TESTS, suite="GLUE")
+    submission.check_zip(file, TESTS, suite="GLUE")
     import zipfile
 
     with zipfile.ZipFile(file) as archive:
@@ -164,15 +164,16 @@ def test_wrong_zips_are_refused(tmp_path):
     good = {task.name: lines_of(task) for task in GLUE}
     file = tmp_path / "glue.zip"
     with pytest.raises(UserError, match="no predictions for QQP"):
-        submission.write_glue_zip(file, {k: v for k, v in good.items() if k != "QQP"}, TESTS)
+        submission.write_zip(file, {k: v for k, v in good.items() if k != "QQP"}, TESTS,
+                             suite="GLUE")
     for text, message in ((lines_of(task_named("RTE")), "prediction must be 0 or 1"),
                           (good["CoLA"].splitlines()[0] + "\n", "1 predictions, the test set asks"),
                           ("[]\n", "CoLA.jsonl:1: not a prediction")):
         with pytest.raises(UserError, match=message):
-            submission.write_glue_zip(file, good | {"CoLA": text}, TESTS)
+            submission.write_zip(file, good | {"CoLA": text}, TESTS, suite="GLUE")
     file.write_bytes(b"PK")
     with pytest.raises(UserError, match="not a whole zip"):
-        submission.check_glue_zip(file, TESTS)
+        submission.check_zip(file, TESTS, suite="GLUE")
     assert not submission._is_label(task_named("STS-B"), "nan")
 
 

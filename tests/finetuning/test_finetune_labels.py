@@ -127,10 +127,8 @@ def test_what_might_mean_something_else_is_refused(tmp_path, kind, name, text, t
     (lines("a", None, "b", ""), {"ignore_labels": [""]}, [0, 1]),
     (lines(0, -1, 1, 0), {"ignore_labels": ["-1"]}, [0, 1, 0]),
     (lines("a", "NaN", "b", "N/A"), {"ignore_labels": ["NaN", "N/A"]}, [0, 1]),
-    (lines(1, -1, 1), {}, [0, 1, 0]),
-    (lines(0, -1, 1), {"labels": ["-1", "0", "1"]}, [1, 0, 2]),
-    (lines(1.0, 0.0, 1.0), {}, [1, 0, 1]),
-], ids=str)
+    (lines(1, -1, 1), {}, [0, 1, 0]), (lines(0, -1, 1), {"labels": ["-1", "0", "1"]}, [1, 0, 2]),
+    (lines(1.0, 0.0, 1.0), {}, [1, 0, 1])], ids=str)
 def test_rows_without_a_label_are_left_out_by_name(tmp_path, text, task, labels):
     found, examples = read(tmp_path, "classification", text, "a.jsonl", **task)
     assert [example.label for example in examples] == labels
@@ -178,8 +176,7 @@ GERMAN = "text;wert\r\nSchön, gut;1,5\r\nNaja;-0,25\r\nSchlecht;3\r\n"
     ("a.csv", GERMAN.replace(";", "\t").encode("utf-16-le"), {}),
     ("a.tsv", GERMAN.replace(";", "\t").encode("utf-16"), {"decimal": ","}),
     ("a.csv", GERMAN.replace(";", "^").encode(), {"delimiter": "^"}),
-    ("a.csv", GERMAN.replace(",", ".").replace("Schön.", "Schön,").encode(), {}),
-], ids=str)
+    ("a.csv", GERMAN.replace(",", ".").replace("Schön.", "Schön,").encode(), {})], ids=str)
 def test_a_german_table_of_numbers(tmp_path, name, data, task):
     found, examples = read(tmp_path, "regression", data, name, label="wert", **task)
     assert [example.label for example in examples] == [1.5, -0.25, 3.0]

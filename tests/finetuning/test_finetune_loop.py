@@ -44,8 +44,7 @@ def launch(*arguments: str, ranks: int = 1, script: str = "finetune.py"):
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [*starter, str(ROOT / "launch" / script), *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
-    )
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
 def common(out: Path, *more: str) -> list[str]:
@@ -115,8 +114,7 @@ def alone(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stage", "extra"), [
     (2, 3, "--all.micro_batch_size=1"), (2, 2, "--all.evals_per_epoch=1"),
-    (3, 1, "--all.eval_batch_size=2"),
-])
+    (3, 1, "--all.eval_batch_size=2")])
 def test_any_world_and_zero_stage_trains_and_predicts_alike(ranks, stage, extra, alone, tmp_path):
     """ReCoRD's two validation queries leave ranks without a batch, and CB trains adversarially,
     whose inner gradient must leave the partitions alone. Nothing is doubled, nothing is lost."""
@@ -137,8 +135,7 @@ def plan(tmp_path, tasks=("CB",), given=QUICK, **changes) -> sweep.Sweep:
     found = sweep.Sweep(
         tasks=tuple(task_named(name) for name in tasks), num_seeds=2, start=tiny_start(),
         data=str(SAMPLE), out=tmp_path, deepspeed={}, device=torch.device("cpu"), settings=tables,
-        any_size=True, say=said.append,
-    )
+        any_size=True, say=said.append)
     return dataclasses.replace(found, **changes)
 
 
@@ -369,10 +366,8 @@ def test_random_starts_differ_by_seed_and_only_by_seed():
 
 
 def test_wrong_command_lines_are_one_clear_line(tmp_path):
-    cases = [
-        (["--task", "AX-b"], "the RTE model predicts it"),
-        (["--task", "RTE", "--any_size", "--all.epoch=3"], "did you mean epochs"),
-    ]
+    cases = [(["--task", "AX-b"], "the RTE model predicts it"),
+             (["--task", "RTE", "--any_size", "--all.epoch=3"], "did you mean epochs")]
     for arguments, message in cases:
         done = launch(*arguments, *common(tmp_path))
         assert done.returncode == 2 and message in done.stderr, done.stderr

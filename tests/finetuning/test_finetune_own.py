@@ -98,8 +98,7 @@ def train(path: Path, out: Path, *overrides: str, start=None, say=lambda text: N
     plan = sweep.Sweep(
         tasks=(task,), num_seeds=1, start=start or tiny_start(), data=".", out=out, deepspeed={},
         device=torch.device("cpu"), settings=load(None, overrides, (*TASK_NAMES, task.name)),
-        say=say, max_bad=max_bad,
-    )
+        say=say, max_bad=max_bad)
     (result,) = sweep.run_all(plan)
     return result
 
@@ -141,8 +140,7 @@ def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_grou
 
 @pytest.mark.parametrize(("kind", "head"), [
     ("multilabel", "AutoModelForSequenceClassification"), ("regression",
-    "AutoModelForSequenceClassification"), ("tags", "AutoModelForTokenClassification"),
-])
+    "AutoModelForSequenceClassification"), ("tags", "AutoModelForTokenClassification")])
 def test_transformers_gives_the_same_scores(process_group, tmp_path, kind, head):
     import transformers
 
@@ -238,8 +236,7 @@ def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, m
 
 
 def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_whole(
-    process_group, tmp_path, monkeypatch
-):
+        process_group, tmp_path, monkeypatch):
     start = tiny_start()
     task = load_own_task(write_task(tmp_path, "classification", rows_of("classification")))[0]
     model = build_model(task, start, Settings(), 1)

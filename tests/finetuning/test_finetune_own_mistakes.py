@@ -75,8 +75,7 @@ def test_labels_and_columns_that_only_look_alike_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("tags", "said"), [
     (["X-ANIMAL", "O"], "tag 'X-ANIMAL' is not of IOB, IOBES, BILOU or BMES"),
-    ([3, 0], "the tags are numbers.*tag_accuracy"),
-])
+    ([3, 0], "the tags are numbers.*tag_accuracy")])
 def test_tags_that_do_not_say_where_spans_begin_are_refused(tmp_path, tags, said):
     rows = [{"words": ["cat", "moon"], "label": tags}] * 4
     with pytest.raises(UserError, match=said):

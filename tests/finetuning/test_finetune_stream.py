@@ -8,8 +8,7 @@ from deberta_ds.finetuning.loop import stream
 
 def rows_of_stream(lengths, updates, global_batch_size, group_updates, seed=3) -> list[list[int]]:
     return [
-        stream(lengths, seed, step, global_batch_size, group_updates) for step in range(updates)
-    ]
+        stream(lengths, seed, step, global_batch_size, group_updates) for step in range(updates)]
 
 
 def test_the_stream_is_every_epoch_a_permutation_and_knows_its_place():

@@ -107,8 +107,7 @@ def test_a_table_has_the_columns_of_superglue_or_of_glue():
 
 @pytest.mark.parametrize(("value", "found"), [
     (1, (1, "number")), ("B", (1, "letter")), ("moon", (2, "text")), ("AB", None), ("", None),
-    (3, None), (-1, None), ("D", None), (None, None), (True, None), (7, (0, "text")),
-])
+    (3, None), (-1, None), ("D", None), (None, None), (True, None), (7, (0, "text"))])
 def test_which_answer_a_label_of_a_choice_names(value, found):
     assert chosen(value, ["7", "dog", "moon"]) == found
 

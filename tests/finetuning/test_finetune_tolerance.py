@@ -11,13 +11,13 @@ from test_finetune_own import WORDS, rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
-from deberta_ds.finetuning.faults import Faults
 from deberta_ds.finetuning.features import collate, encode, shortened
 from deberta_ds.finetuning.models import build_model
 from deberta_ds.finetuning.own import load_own_task
 from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.readers import read_split
 from deberta_ds.finetuning.settings import Settings, resolve
+from deberta_ds.finetuning.tables import Faults
 
 LONG = " ".join(WORDS * 20)
 ODD = [{"words": " ", "extra": ""}, {"words": None, "extra": "b"}, {"words": 5, "extra": "b"},
@@ -130,8 +130,7 @@ def test_training_leaves_out_what_it_may(process_group, tmp_path):
 
 @pytest.mark.parametrize(("how", "room", "kept"), [
     ("second", 6, ["abcd", "12"]), ("head_tail", 10, ["d", "123456789"]),
-    ("head_tail", 12, ["bcd", "123456789"]), ("second", 3, ["abcd", ""]),
-], ids=str)
+    ("head_tail", 12, ["bcd", "123456789"]), ("second", 3, ["abcd", ""])], ids=str)
 def test_which_tokens_are_kept(how, room, kept):
     assert ["".join(part) for part in shortened(["abcd", "123456789"], room, how)] == kept
 

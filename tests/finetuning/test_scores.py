@@ -111,8 +111,7 @@ def test_tables_fit_80_columns(labels):
 
 
 def test_own_test_tables_are_scored_by_name_and_a_saved_model_scores_a_file(
-    process_group, tmp_path, capsys
-):
+        process_group, tmp_path, capsys):
     rows = [row | {"from": ("mail", "phone")[n % 2]}
             for n, row in enumerate(rows_of("classification", 24))]
     path = write_task(tmp_path, "classification", rows, "epochs = 1\nlearning_rate = 1e-9",

@@ -16,10 +16,11 @@ from superglue_helpers import REAL, SAMPLE, needs_real, sample
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.readers import read_split
 from deberta_ds.finetuning.submission import check_zip, render, write_zip
-from deberta_ds.finetuning.tasks import SUBMITTED_FILES, TASKS, task_named
+from deberta_ds.finetuning.tasks import TASKS, task_named
 
 ROOT = Path(__file__).parents[2]
 TESTS = {task.name: sample(task.name, "test").examples for task in TASKS}
+SUBMITTED_FILES = [f"{task.name}.jsonl" for task in TASKS]
 
 
 def random_predictions(task, examples, seed=0):
@@ -32,9 +33,7 @@ def random_predictions(task, examples, seed=0):
 def texts(tests=TESTS, seed=0) -> dict[str, str]:
     return {
         task.name: render(task, tests[task.name], random_predictions(task, tests[task.name], seed))
-        for task in TASKS
-        if task.name in tests
-    }
+        for task in TASKS if task.name in tests}
 
 
 def zip_of(contents: dict[str, str | bytes], path: Path) -> Path:
@@ -49,7 +48,7 @@ def test_the_zip_passes_and_is_the_same_every_time(tmp_path):
     write_zip(tmp_path / "b.zip", texts(), TESTS)
     check_zip(tmp_path / "a.zip", TESTS)
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
-    assert zipfile.ZipFile(tmp_path / "a.zip").namelist() == list(SUBMITTED_FILES)
+    assert zipfile.ZipFile(tmp_path / "a.zip").namelist() == SUBMITTED_FILES
 
 
 def test_a_broken_prediction_is_named_by_its_file(tmp_path):
@@ -132,12 +131,9 @@ BROKEN = {
     "flat MultiRC": edit_line("MultiRC", lambda v: '{"idx": 0, "label": 1}'),
     "a MultiRC question missing": edit_line("MultiRC", lambda v: questions(v).pop()),
     "a MultiRC answer missing": edit_line("MultiRC", lambda v: questions(v)[0]["answers"].pop()),
-    "MultiRC answers swapped": edit_line(
-        "MultiRC", lambda v: questions(v)[0]["answers"].reverse()
-    ),
+    "MultiRC answers swapped": edit_line("MultiRC", lambda v: questions(v)[0]["answers"].reverse()),
     "a MultiRC bool label": edit_line(
-        "MultiRC", lambda v: questions(v)[0]["answers"][0].update(label=True)
-    ),
+        "MultiRC", lambda v: questions(v)[0]["answers"][0].update(label=True)),
     "answers not a list": edit_line("MultiRC", lambda v: questions(v)[0].update(answers=1)),
     "not UTF-8": lambda c: c.update({"RTE.jsonl": b"\xff\xfe"}),
 }

@@ -55,12 +55,12 @@ def test_a_best_of_other_rows_counts_no_more(tmp_path):
     assert scored == best.what_is_scored(run, {"moved": held_out[run.data.heldout]}, [])
     fewer = best.what_is_scored(run, {"": held_out[run.data.heldout][:8]}, [])
     saved = best.Best("generator_loss", 1.5, 10, scored=scored)
-    assert best.continued(run, saved.state(), scored) == (saved, "")
-    found, note = best.continued(run, saved.state(), fewer)
+    assert best.continued(run, dataclasses.asdict(saved), scored) == (saved, "")
+    found, note = best.continued(run, dataclasses.asdict(saved), fewer)
     assert found == best.Best("generator_loss", scored=fewer)
     assert "generator_loss = 1.5 at step 10" in note
     other, _ = run_config.load(make_run(tmp_path), ["--train.best_metric=minimal_pairs"])
-    assert best.continued(other, saved.state(), "x") == (
+    assert best.continued(other, dataclasses.asdict(saved), "x") == (
         best.Best("minimal_pairs", scored="x"), "")
     pairs = [([5, 6], [5, 7])]
     assert best.what_is_scored(other, {}, pairs) != best.what_is_scored(other, held_out, [])
@@ -98,16 +98,14 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
 
     assert not problems() and not problems(best_metric="roc_auc", patience=2)
     assert "roc_auk" in problems(best_metric="roc_auk") and "roc_auc" in problems(
-        best_metric="roc_auk"
-    )
+        best_metric="roc_auk")
     assert "evaluate.minimal_pairs" in problems(best_metric="minimal_pairs")
     assert "data.heldout" in problems(best_metric="roc_auc", eval_corpus="")
     several = {"de": "a", "en": "b"}
     assert not problems(best_metric="roc_auc/de", eval_corpus=several)
     assert "roc_auc/fr" in problems(best_metric="roc_auc/fr", eval_corpus=several)
     assert "roc_auc/de" in problems(
-        best_metric="roc_auc/de", eval_corpus={"de": "a"}
-    )  # not written
+        best_metric="roc_auc/de", eval_corpus={"de": "a"})  # not written
     assert "minimal_pairs/de" in problems(best_metric="minimal_pairs/de", eval_corpus=several)
     assert "roc_auc/de" in problems(best_metric="roc_auc/de")
     assert "train.best_metric" in problems(patience=2)

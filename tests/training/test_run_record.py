@@ -1,6 +1,7 @@
 """run.json of a checkpoint: what is written is read, and what is damaged is said."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from data_helpers import RUN_RECORD
@@ -14,7 +15,7 @@ WHOLE = RunRecord(**RUN_RECORD | {
 
 
 def test_what_is_written_is_read(tmp_path):
-    (tmp_path / "run.json").write_text(WHOLE.to_json())
+    (tmp_path / "run.json").write_text(json.dumps(asdict(WHOLE)))
     assert read_run_record(tmp_path) == WHOLE
 
 
@@ -23,14 +24,14 @@ def test_what_is_written_is_read(tmp_path):
     ("content_hashes", {"a": 1}), ("recent_losses", ["x"]), ("deepspeed", {"bf16": 3}),
     ("config", "x")])
 def test_a_wrong_value_is_named(tmp_path, key, value):
-    (tmp_path / "run.json").write_text(json.dumps(json.loads(WHOLE.to_json()) | {key: value}))
+    (tmp_path / "run.json").write_text(json.dumps(asdict(WHOLE) | {key: value}))
     with pytest.raises(CheckpointError, match="run.json: damaged: .*use an older checkpoint"):
         read_run_record(tmp_path)
 
 
 @pytest.mark.parametrize("key", RUN_RECORD)
 def test_a_missing_value_is_named(tmp_path, key):
-    values = json.loads(WHOLE.to_json())
+    values = asdict(WHOLE)
     del values[key]
     (tmp_path / "run.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=f"damaged: {key}"):

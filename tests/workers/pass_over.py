@@ -46,7 +46,7 @@ def copy_as_step(source: Path, out: Path, step: int) -> None:
     path = find.path_of(out, step)
     shutil.copytree(source, path)
     record = dataclasses.replace(read_run_record(path), step=step)
-    write_atomic(path / "run.json", record.to_json())
+    write_atomic(path / "run.json", json.dumps(dataclasses.asdict(record)))
     manifest = json.loads((path / "manifest.json").read_text()) | {"step": step}
     manifest["files"]["run.json"] = {"bytes": (path / "run.json").stat().st_size,
                                      "xxh3": xxh3(path / "run.json")}

@@ -212,7 +212,7 @@ def compare(first: Path, second: Path, what: str) -> None:
         for key in (MASTER, *keys):
             assert torch.equal(a.read(name, key), b.read(name, key)), (what, name, key)
         assert a.scalars(name) == b.scalars(name), what
-    scales = a.loss_scale(), b.loss_scale()
+    scales = a.loss_scale, b.loss_scale
     if all(scale.get("dynamic") for scale in scales):
         assert scales[0]["cur_scale"] == scales[1]["cur_scale"], what
 
