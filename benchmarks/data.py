@@ -329,7 +329,7 @@ def _rates_where_files_are_slow(open_rows: Callable) -> dict:
     reading.os.pread, reading._OpenFile = slow(waits["read"]), slow(waits["open"])
     rates = {}
     for micro in (1, 16):
-        reading._open_files.clear()
+        reading._kept_open.cache_clear()
         batches = build_loader(open_rows(), stretches=[Stretch(0, 16, 40)], rank=0,
                                micro_batch_size=micro, world_size=1, num_workers=0)
         start = time.perf_counter()

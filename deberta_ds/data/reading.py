@@ -9,15 +9,13 @@ import errno
 import os
 import resource
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 
 from deberta_ds.base.errors import UserError
 
 _MOST_DESCRIPTORS = 1 << 16
 _lock = threading.Lock()
-_open_files: OrderedDict[str, "_OpenFile"] = OrderedDict()
 
 
 class _OpenFile:
@@ -53,22 +51,19 @@ def read_bytes(path: str, offset: int, count: int) -> bytes:
 
 
 def _open(path: str) -> _OpenFile:
-    file = _open_files.get(path)  # no lock, and no order of use: rows come in a random order
-    if file is not None:
-        return file
     try:
-        file = _OpenFile(path)
+        return _kept_open()(path)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        with _lock:  # others have taken what was left: give ours back and try once more
-            _open_files.clear()
-        file = _OpenFile(path)
-    with _lock:
-        _open_files[path] = file
-        old = _open_files.popitem(last=False) if len(_open_files) > most_open_files() else None
-    del old  # closed outside of the lock
-    return file
+    _kept_open().cache_clear()  # others have taken what was left: give ours back and try once more
+    return _kept_open()(path)
+
+
+@cache
+def _kept_open():
+    """Return `_OpenFile` with a cache of this process's open files."""
+    return lru_cache(most_open_files())(_OpenFile)
 
 
 @cache

@@ -67,8 +67,8 @@ def head_class(network: Network) -> str:
         return "Model"
     if network.has("pooler.") and is_classifier:
         # A classifier that scores each of several choices; v1 has no class for that.
-        chooses = (_num_labels(network) > 1 == network.tensors["classifier.weight"].size(0)
-                   and model_type(network) == configs.V2)
+        chooses = (_num_labels(network) > 1 and model_type(network) == configs.V2
+                   and network.tensors["classifier.weight"].size(0) == 1)
         return "ForMultipleChoice" if chooses else "ForSequenceClassification"
     if network.has("qa_outputs."):
         return "ForQuestionAnswering"

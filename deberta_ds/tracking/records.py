@@ -115,12 +115,7 @@ def parse(path: Path, number: int, line: str) -> dict[str, Any]:
         if key in _TEXT_KEYS:
             if not isinstance(value, str):
                 raise UserError(f'{place}: "{key}" must be text')
-        elif value is not None and not _is_number(value):
+        elif value is not None and not (  # JSON's true is no number, nor is Python's NaN
+                type(value) in (int, float) and -_LARGEST < value < _LARGEST):
             raise UserError(f'{place}: "{key}" must be a number or null (not {value!r:.40})')
     return record
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number; JSON's true is none, Python's NaN is none."""
-    return (isinstance(value, int | float) and not isinstance(value, bool)
-            and -_LARGEST < value < _LARGEST)
