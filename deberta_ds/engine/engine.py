@@ -120,8 +120,8 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: Collecti
     `rate_shares` are the parameters whose learning rate is a share of the schedule's; parameters
     whose names begin with a prefix in `apart` are clipped by a norm of their own.
     """
-    products = torch.bfloat16 if ds_config.product_precision(ds) == "bf16" else None
-    optimizer = build_optimizer(model, optim, fixed, rate_shares, apart, products)
+    matmuls = torch.bfloat16 if ds_config.matmul_precision(ds) == "bf16" else None
+    optimizer = build_optimizer(model, optim, fixed, rate_shares, apart, matmuls)
     ds = with_autocast_modules(ds)
     if ds_config.zero_stage(ds) == 3 and local_device().type == "cpu":
         ds = keep_nothing_gathered(ds)

@@ -22,12 +22,12 @@ from deberta_ds.engine.muon import Muon
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: Collection[str] = (),
                     rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = (),
-                    products: torch.dtype | None = None) -> torch.optim.Optimizer:
+                    matmuls: torch.dtype | None = None) -> torch.optim.Optimizer:
     """Return the run's optimizer over `model`; parameters named by `fixed` do not move.
 
     A group's "rate_share" is what its learning rate is multiplied by (engine.set_learning_rate);
     its "network" is the prefix among `apart` of its parameters' names, or "" (clipping.py).
-    `products` is the type in which an optimizer multiplies matrices; None: that of the weights.
+    `matmuls` is the type in which an optimizer multiplies matrices; None: that of the weights.
     """
     groups = decay_groups(model, optim.weight_decay, fixed)
     names = [name for name, _ in model.named_parameters()]
@@ -52,7 +52,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: Collection[str]
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
     if optim.name == "muon":
-        return Muon(groups, optim.momentum, products, **settings)
+        return Muon(groups, optim.momentum, matmuls, **settings)
     return AdamUncorrected(groups, **settings)
 
 

@@ -178,9 +178,9 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     """Return what a user wants to know at the start: the model, the data, non-default values."""
     lines = _non_default_lines(run, origins)
     stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
-    products = ds_config.product_precision(inputs.ds)
-    if products != precision:
-        precision += f" weights with {products} matmuls"
+    matmuls = ds_config.matmul_precision(inputs.ds)
+    if matmuls != precision:
+        precision += f" weights with {matmuls} matmuls"
     if run.train.tf32 and local_device().type == "cuda":
         precision += ", fp32 matmuls in TF32"
     rows = batch_schedule.rows_of_run(run.train)
@@ -201,7 +201,7 @@ def kernel_choices(model: ModelConfig, ds: dict, length: int, without: tuple[str
                    ) -> dict[str, dict[str, str]]:
     """Return which implementation of each part of a model this rank takes, and why."""
     weights = DTYPES[ds_config.precision(ds)]
-    matmuls = DTYPES[ds_config.product_precision(ds)]
+    matmuls = DTYPES[ds_config.matmul_precision(ds)]
     return kernel_table.choices(model, local_device(), weights, matmuls, length,
                                 ds_config.zero_stage(ds), without)
 
