@@ -217,7 +217,7 @@ def stream(
 
     The rows of `group_updates` updates in a row are dealt to them by length, so that a batch has
     little padding, and those updates are made in random order. An update that two epochs share
-    keeps its rows as they were drawn.
+    keeps its rows as they were sampled.
     """
     num_rows, start = len(lengths), step * global_batch_size
     epoch = start // num_rows
