@@ -111,7 +111,7 @@ def test_what_is_no_json_object_is_named(text, tmp_path):
         ds_config.load(file)
 
 
-def test_a_byte_order_mark_is_passed_over(tmp_path):
+def test_a_byte_order_mark_is_skipped(tmp_path):
     """As Windows' editors write it, here and in TOML files."""
     file = tmp_path / "ds.json"
     file.write_text('\ufeff{"bf16": {"enabled": false}}')
