@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Collect the docstrings of this Python installation as a corpus of real English."""
 
-from options import add_workers, local, share
+from options import add_workers, share
 
-from deberta_ds.base.command_line import parser_for, positive
+from deberta_ds.base.command_line import local, parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
 
 

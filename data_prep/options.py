@@ -23,13 +23,6 @@ def share(text: str) -> float:
     return checked(text, float, lambda value: 0 < value < 1, "between 0 and 1")
 
 
-def local(text: str) -> str:
-    """Type of an option: a path that is no URL."""
-    if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text} is a URL; this takes a local (or mounted) path")
-    return text
-
-
 def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> None:
     """Add the options that say what the inputs are and what a document is."""
     parser.add_argument(

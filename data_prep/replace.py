@@ -8,9 +8,9 @@ A run with objective.kind = "rtd_cached" then trains a discriminator on them wit
 After a crash, run the same command again: only what is missing is done.
 """
 
-from options import add_workers, local, seed, share
+from options import add_workers, seed, share
 
-from deberta_ds.base.command_line import parser_for, positive, positive_number
+from deberta_ds.base.command_line import local, parser_for, positive, positive_number
 from deberta_ds.base.errors import exit_cleanly
 
 

@@ -5,9 +5,7 @@ The URL is any that fsspec opens (s3://bucket/web). Then use it as a path in dat
 interruption, run the same command again: only what is missing is copied.
 """
 
-from options import local
-
-from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.command_line import local, parser_for
 from deberta_ds.base.errors import exit_cleanly
 
 

@@ -11,7 +11,7 @@ The report is one self-contained file. --png writes a picture as well.
 
 from pathlib import Path
 
-from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.command_line import local_path, parser_for
 from deberta_ds.base.errors import exit_cleanly
 
 
@@ -24,7 +24,7 @@ def main() -> None:
                         help="default: the first, the middle and the last")
     parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: the first four")
     parser.add_argument("--tokenizer", help="tokenizer, if the model has none")
-    parser.add_argument("--out", type=Path, default=Path("attention.html"), metavar="FILE",
+    parser.add_argument("--out", type=local_path, default=Path("attention.html"), metavar="FILE",
                         help="HTML report to write")
     parser.add_argument("--png", action="store_true", help="also write FILE as .png")
     options = parser.parse_args()

@@ -13,7 +13,7 @@ import argparse
 import os
 from pathlib import Path
 
-from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.command_line import local, parser_for
 from deberta_ds.base.errors import exit_cleanly
 
 
@@ -25,7 +25,7 @@ def main() -> None:
                         help="checkpoints, exports or public models, of one shape and tokenizer")
     parser.add_argument("--last", type=_at_least_two, metavar="N",
                         help="with --run: average the N newest checkpoints (default: 3)")
-    parser.add_argument("--out", required=True, metavar="DIR", help="new directory")
+    parser.add_argument("--out", type=local, required=True, metavar="DIR", help="new directory")
     parser.add_argument("--to", choices=("hf", "ms", "ours"), default="hf",
                         help="format: Hugging Face (the default), microsoft's release, or the "
                              "weights and config of this project")

@@ -7,14 +7,15 @@ official training output (discriminator/ and generator/), or a run, checkpoint o
 directory of this project. DIR is a new directory. If something cannot be converted, a line says so.
 """
 
-from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.command_line import local, parser_for
 from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--model", required=True, metavar="SOURCE", help="model to convert")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write")
+    parser.add_argument("--out", type=local, required=True, metavar="DIR",
+                        help="directory to write")
     parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True,
                         help="format: Hugging Face, microsoft's release, or the weights and "
                              "config of this project")

@@ -15,14 +15,14 @@ fill in license and languages.
 
 from pathlib import Path
 
-from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.command_line import local, parser_for
 from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--run", required=True, help="run or checkpoint directory")
-    parser.add_argument("--out", required=True, help="new directory")
+    parser.add_argument("--out", type=local, required=True, help="new directory")
     parser.add_argument("--onnx", nargs="?", const="fp32", choices=("fp32", "int8"),
                         help="add ONNX files: fp32 (the default), or also int8; needs "
                              "pip install onnx onnxruntime")

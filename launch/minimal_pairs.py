@@ -14,9 +14,8 @@ replaced.
 import argparse
 import json
 import os
-from pathlib import Path
 
-from deberta_ds.base.command_line import natural, parser_for
+from deberta_ds.base.command_line import local_path, natural, parser_for
 from deberta_ds.base.errors import exit_cleanly
 
 
@@ -40,7 +39,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--model", required=True, help="model to score")
     parser.add_argument("--data", required=True, help="minimal pairs")
-    parser.add_argument("--out", type=Path, help="directory for minimal_pairs.json and .html")
+    parser.add_argument("--out", type=local_path, help="directory for minimal_pairs.json and .html")
     parser.add_argument("--sample", type=natural, default=0, metavar="N",
                         help="score a sample of N pairs per paradigm (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of --sample")

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from deberta_ds.base.command_line import checked, not_negative, parser_for, positive
+from deberta_ds.base.command_line import checked, local_path, not_negative, parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
 
 TRUNCATIONS = ("first", "second", "longest_first", "head_tail", "windows_mean", "windows_max")
@@ -22,7 +22,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--model", required=True, help="fine-tuned model, or the run that wrote it")
     parser.add_argument("--data", required=True, type=Path, help="table to predict")
-    parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")
+    parser.add_argument("--out", required=True, type=local_path, help="JSON lines to write")
     parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN",
                         help="columns of the table to copy next to the predictions")
     parser.add_argument(

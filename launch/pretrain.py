@@ -25,7 +25,8 @@ def main() -> int:
     parser.add_argument("--explain", nargs="?", const="", metavar="KEY",
                         help="explain a key of the run file, or every key, and exit")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH",
-                        help="checkpoint to resume from (default: the newest intact one)")
+                        help="checkpoint to resume from, also at a URL (default: the newest intact "
+                             "one)")
     parser.add_argument("--check", action="store_true",
                         help="validate everything, run one micro-batch, write nothing")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it

@@ -9,7 +9,7 @@ A report is one self-contained file that needs no network, in light and dark.
 
 from pathlib import Path
 
-from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.command_line import local_path, parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly
 
 
@@ -22,7 +22,7 @@ def main() -> None:
                       help="--out of launch/sweep.py; others are compared with the first")
     parser.add_argument("--fill_mask", nargs="+", action="extend", default=[], metavar="TEXT",
                         help='show how each run fills the masks: "He was a [MASK] man."')
-    parser.add_argument("--out", type=Path, metavar="FILE",
+    parser.add_argument("--out", type=local_path, metavar="FILE",
                         help="default: report.html in the first directory")
     options = parser.parse_args()
 

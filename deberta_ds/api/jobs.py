@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import BEST
 from deberta_ds.cluster import dist, signals
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config
@@ -52,7 +53,7 @@ class TrainingResult:
     @property
     def checkpoint(self) -> Path | None:
         """The best checkpoint if train.best_metric is set, else the newest."""
-        best = self.out_dir / find.BEST
+        best = self.out_dir / BEST
         return best if best.exists() else find.newest(self.out_dir)
 
     def model(self):
@@ -197,8 +198,8 @@ def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = N
     >>> export(MODEL, OUT + "/exported").checks != ()
     True
     """
-    out = Path(out)
     summary = convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx)
+    out = Path(out)
     try:
         write_card(run, out, summary, repository)
     finally:

@@ -107,6 +107,18 @@ def checked(text: str, kind: Callable[[str], N], holds: Callable[[N], bool], rul
     return value
 
 
+def local(text: str) -> str:
+    """Type of an option: a path that is no URL."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is a URL; this takes a local (or mounted) path")
+    return text
+
+
+def local_path(text: str) -> Path:
+    """Type of an option: as `local`."""
+    return Path(local(text))
+
+
 _LARGEST = 1 << 62
 
 

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -78,6 +79,32 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
     """Write `data` (text as UTF-8) to `path`, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def cache_directory(path: str | Path) -> Path:
+    """Return `path` of a cache, where "~" is the home directory if that can be written.
+
+    Else, as for the user without a name of a container, it is this user's temporary directory.
+    """
+    try:
+        found = Path(path).expanduser()
+        if found != Path(path):
+            found.mkdir(parents=True, exist_ok=True)
+        if found == Path(path) or os.access(found, os.W_OK):
+            return found
+    except (RuntimeError, OSError):  # no home directory, or one that cannot be written
+        pass
+    return temporary_directory() / Path(path).name
+
+
+def temporary_directory() -> Path:
+    """Return this user's directory among the node's temporary files."""
+    path = Path(tempfile.gettempdir(), f"deberta_ds-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise UserError(f"{path} belongs to another user, who could change what is in it; set "
+                        "TMPDIR to a directory of your own")
+    return path
 
 
 def sync_directory(path: str | Path) -> None:

@@ -14,9 +14,10 @@ file is verified before a tensor is loaded, and only a verified directory is eve
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +26,14 @@ from deberta_ds.base.errors import UserError, listed, naming
 from deberta_ds.base.files import xxh3
 from deberta_ds.base.json_files import parse_json, read_json
 from deberta_ds.base.numbers import counted
-from deberta_ds.checkpoint.run_record import RUN_FILE, RunRecord, read_run_record
+from deberta_ds.checkpoint.download import local_copy
+from deberta_ds.checkpoint.run_record import (
+    DIRECTORY,
+    MANIFEST,
+    RUN_FILE,
+    RunRecord,
+    read_run_record,
+)
 from deberta_ds.checkpoint.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.cluster import dist
 from deberta_ds.config.model import computed_anywhere
@@ -44,9 +52,8 @@ from deberta_ds.model.backbone import on_meta
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tracking.records import METRICS_FILE
 
-DIRECTORY, BEST = "checkpoints", "best"
-MANIFEST = "manifest.json"
 VERSION = 2  # of the manifest
+T = TypeVar("T")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -71,10 +78,14 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def is_step(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def list_steps(out_dir: str | Path) -> list[Path]:
     """Return the checkpoint directories of a run, whole or not, oldest first."""
     directory = Path(out_dir) / DIRECTORY
-    found = [p for p in directory.glob("step-*") if _NAME.fullmatch(p.name)]
+    found = [p for p in directory.glob("step-*") if is_step(p.name)]
     return sorted(found, key=step_of)
 
 
@@ -89,8 +100,11 @@ def is_unsaved_run(directory: Path) -> bool:
 
 
 def newest(directory: str | Path) -> Path:
-    """Return a checkpoint directory itself, or the newest finished one of a run's out_dir."""
-    directory = Path(directory)
+    """Return a checkpoint directory itself, or the newest finished one of a run's out_dir.
+
+    Of a URL it is a copy in the cache.
+    """
+    directory = local_copy(directory)
     if (directory / RUN_FILE).exists():
         return directory
     finished = list_finished(directory)
@@ -102,6 +116,20 @@ def newest(directory: str | Path) -> Path:
         raise CheckpointError(f"{directory}: no checkpoint; give the out_dir of a run, or one of "
                               f"its {DIRECTORY}/step-NNNNNNNN")
     return finished[-1]
+
+
+def read_newest(directory: str | Path, read: Callable[[Path], T]) -> T:
+    """Return what `read` returns of the checkpoint that `newest` names.
+
+    A run that goes on may delete it meanwhile, once it has a newer one, which is read then.
+    """
+    path = newest(directory)
+    try:
+        return read(path)
+    except (UserError, OSError):
+        if (path / MANIFEST).exists() or newest(directory) == path:
+            raise
+    return read_newest(directory, read)
 
 
 def find(out_dir: str | Path, resume: str) -> Found:
@@ -119,9 +147,11 @@ def find(out_dir: str | Path, resume: str) -> Found:
             raise CheckpointError(f"{out_dir}/{DIRECTORY} holds checkpoints, but --resume never "
                                   "was given; use --resume auto, or another out_dir")
         return Found(None)
-    begun_from = "" if resume == "auto" else os.path.realpath(resume)
-    if begun_from:
-        candidates = [Path(resume), *dist.from_main(lambda: _begun_from(out_dir, begun_from))]
+    begun_from = ""
+    if resume != "auto":
+        place = dist.together(lambda: local_copy(resume))
+        begun_from = os.path.realpath(place)
+        candidates = [place, *dist.from_main(lambda: _begun_from(out_dir, begun_from))]
     skipped: list[str] = []
     for path in reversed(candidates):
         problems = problems_of(path)
@@ -221,9 +251,15 @@ def layout_changes(record: RunRecord, ds: dict) -> str:
     return f"{saved} -> {now}" if saved != now else ""
 
 
-def load(engine, path: str | Path) -> None:
-    """Load a verified checkpoint into the engine, whatever world size and stage wrote it."""
-    restore(engine, dist.together(lambda: SavedState(path)))
+def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
+    """Load a verified checkpoint into the engine, whatever world size and stage wrote it.
+
+    `is_other_run`: of another run, whose steps are not counted: the optimizer's counters alone.
+    """
+    state = dist.together(lambda: SavedState(path))
+    if is_other_run:
+        state.counters = {}
+    restore(engine, state)
     dist.barrier()
 
 
@@ -233,7 +269,10 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
     The model of that config is computed as this machine can, whatever the run's machine had. Works
     for every ZeRO stage, on one rank alone. The files are verified first.
     """
-    path = newest(path)
+    return read_newest(path, _load_whole_state)
+
+
+def _load_whole_state(path: Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
     files, problems = _read_manifest(path)
     problems += [problem for name, entry in files.items()
                  if (problem := _file_problem(path / name, entry))]

@@ -12,7 +12,8 @@ from deberta_ds.config.run_config import RunConfig, from_dict
 from deberta_ds.engine.ds_config import precision, zero_stage
 from deberta_ds.engine.layout import CheckpointError
 
-RUN_FILE = "run.json"
+DIRECTORY, BEST = "checkpoints", "best"  # in a run's out_dir
+RUN_FILE, MANIFEST = "run.json", "manifest.json"  # in a checkpoint's directory
 _Count = Annotated[int, Field(ge=0)]
 
 

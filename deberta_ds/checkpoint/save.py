@@ -29,7 +29,7 @@ from torch import Tensor
 from deberta_ds.base.errors import user_message
 from deberta_ds.base.files import sync_directory, write_atomic, xxh3
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import RUN_FILE
+from deberta_ds.checkpoint.run_record import BEST, RUN_FILE
 from deberta_ds.checkpoint.saved_state import (
     RANK_FILE,
     describe_engine,
@@ -52,6 +52,7 @@ class Save:
     step: int
     keep: int
     is_best: bool = False  # OUT/best will point to it
+    is_spared: Callable[[Path], bool] = lambda path: False  # never deleted, whatever `keep`
     entries: dict[str, dict] = field(default_factory=dict)  # this rank's part of the manifest
     problem: str = ""  # what went wrong on this rank
     thread: threading.Thread | None = None
@@ -81,14 +82,15 @@ def save(engine, out_dir: str | Path, record: Any, keep: int) -> Path:
 
 def begin_save(engine, out_dir: str | Path, record: Any, keep: int,
                tokenizer: dict[str, Path] | None = None, *, in_background: bool = False,
-               is_best: bool = False) -> Save:
+               is_best: bool = False, is_spared: Callable[[Path], bool] = lambda path: False
+               ) -> Save:
     """Begin a checkpoint of the engine's state; call on every rank, between two steps.
 
     `record`, a dataclass with the step, goes into run.json, the tokenizer's files {name: path} next
-    to it. All but the newest `keep` checkpoints and the best one will be deleted. An optimizer on
-    NVMe is always written in the foreground.
+    to it. All but the newest `keep` checkpoints, the best one and those that `is_spared` names on
+    rank 0 will be deleted. An optimizer on NVMe is always written in the foreground.
     """
-    one = Save(find.path_of(out_dir, record.step), record.step, keep, is_best)
+    one = Save(find.path_of(out_dir, record.step), record.step, keep, is_best, is_spared)
     if dist.is_main():
         one.attempt(lambda: _empty(one.path))
     one.problem = dist.broadcast_object(one.problem)
@@ -141,7 +143,7 @@ def finish_save(one: Save) -> Path:
     if one.problem:
         raise CheckpointError(f"{one.path}: cannot be saved: {one.problem}. Older checkpoints are "
                               "untouched; fix this and run again")
-    prune(one.path.parent.parent, one.keep)
+    prune(one.path.parent.parent, one.keep, one.is_spared)
     return one.path
 
 
@@ -178,8 +180,8 @@ def point_best(path: Path) -> None:
     """Have OUT/best point to a whole checkpoint, so that every command takes it for one."""
     if not (path / find.MANIFEST).exists():
         return
-    link = path.parent.parent / find.BEST
-    fresh = link.with_name(f".{find.BEST}.tmp")
+    link = path.parent.parent / BEST
+    fresh = link.with_name(f".{BEST}.tmp")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(path.relative_to(link.parent))
     fresh.replace(link)
@@ -199,19 +201,30 @@ def set_aside(out_dir: str | Path, step: int) -> list[str]:
             path.rename(aside)
             lines.append(f"{path} is later than step {step}, from which this run goes on, and is "
                          f"named {aside.name} now; delete it when it is of no use")
-    best = Path(out_dir) / find.BEST
+    best = Path(out_dir) / BEST
     if best.is_symlink() and not best.exists():
         best.unlink()
     return lines
 
 
-def prune(out_dir: str | Path, keep: int) -> None:
+def outdated(steps: list[Path], whole: list[Path], keep: int, is_spared: Callable[[Path], bool]
+             ) -> list[Path]:
+    """Return those of a run's checkpoints, oldest first, that retention deletes.
+
+    They are older than the newest whole one, not among the newest `keep` whole ones, not spared.
+    """
+    return [path for path in steps[:steps.index(whole[-1])]
+            if path not in whole[-keep:] and not is_spared(path)] if whole else []
+
+
+def prune(out_dir: str | Path, keep: int, is_spared: Callable[[Path], bool] = lambda path: False
+          ) -> None:
     """Delete checkpoints older than the newest `keep` whole ones but the best, manifests first.
 
     Call on every rank: each deletes the files of its own number. The remains of killed saves that
     are older than the newest whole one go too.
     """
-    doomed = dist.from_main(lambda: _take_manifests(out_dir, keep))
+    doomed = dist.from_main(lambda: _take_manifests(out_dir, keep, is_spared))
     for path, world_size in doomed:
         for rank in range(dist.rank(), world_size, dist.world_size()):
             (path / rank_file(rank)).unlink(missing_ok=True)
@@ -221,19 +234,19 @@ def prune(out_dir: str | Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _take_manifests(out_dir: str | Path, keep: int) -> list[tuple[Path, int]]:
+def _take_manifests(out_dir: str | Path, keep: int, is_spared: Callable[[Path], bool]
+                    ) -> list[tuple[Path, int]]:
     """Delete the manifests of old checkpoints; return (directory, number of files) of each.
 
     Files are counted in a listing: so all share also the remains of a save that was killed.
     """
-    steps, whole, doomed = find.list_steps(out_dir), find.list_finished(out_dir), []
-    best = (Path(out_dir) / find.BEST).resolve()
-    for path in steps[:steps.index(whole[-1])]:
-        if path not in whole[-keep:] and path.resolve() != best:
-            (path / find.MANIFEST).unlink(missing_ok=True)
-            numbers = [int(found[1]) for name in os.listdir(path)
-                       if (found := RANK_FILE.fullmatch(name))]
-            doomed.append((path, max(numbers, default=-1) + 1))
+    doomed, best = [], (Path(out_dir) / BEST).resolve()
+    for path in outdated(find.list_steps(out_dir), find.list_finished(out_dir), keep,
+                         lambda path: path.resolve() == best or is_spared(path)):
+        (path / find.MANIFEST).unlink(missing_ok=True)
+        numbers = [int(found[1]) for name in os.listdir(path)
+                   if (found := RANK_FILE.fullmatch(name))]
+        doomed.append((path, max(numbers, default=-1) + 1))
     return doomed
 
 

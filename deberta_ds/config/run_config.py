@@ -36,6 +36,7 @@ _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bi
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 _Minutes = Annotated[float, Field(ge=0, le=1e6)]
+_Steps = Annotated[int, Field(ge=0, le=1 << 40)]
 _Position = Annotated[int, Field(ge=0, le=_LARGEST)]
 _EVAL_NAME = re.compile(r"[\w.-]{1,60}")
 
@@ -138,11 +139,12 @@ class OptimConfig:
                               "clipping", 1.0, ge=0, le=1e9)
     warmup_steps: int = option("steps of learning rate warm-up", 0, ge=0, le=1 << 40)
     schedule: Annotated[str, OneOfOrOwn(
-        ("linear", "cosine", "wsd", "constant", "deberta_linear"))] = option(
-        "learning rate schedule after warm-up; deberta_linear: the official one, with its jump; "
-        "or your own function of warm-up and decay, FILE.py:NAME", "linear")
-    decay_share: float = option("wsd: share of all steps in which the learning rate decays, at the "
-                                "end", 0.1, gt=0, le=1)
+        ("linear", "cosine", "wsd", "wsd_sqrt", "constant", "deberta_linear"))] = option(
+        "learning rate schedule after warm-up; wsd: constant, then a linear decay (wsd_sqrt: 1 - "
+        "square root); deberta_linear: the official one, with its jump; or your own function of "
+        "warm-up and decay, FILE.py:NAME", "linear")
+    decay_share: float = option("wsd, wsd_sqrt: share of all steps in which the learning rate "
+                                "decays, at the end; 1: a decay branch", 0.1, gt=0, le=1)
     min_learning_rate_share: float = option("final learning rate, as a share of learning_rate", 0.0,
                                             ge=0, le=1)
 
@@ -180,6 +182,12 @@ class TrainConfig:
     save_in_background: bool = option("copy the state to CPU memory and write it while training "
                                       "continues (12 bytes per parameter over all ranks)", True)
     keep: int = option("number of newest checkpoints to keep", 3, ge=1, le=1 << 20)
+    keep_every: _Steps | tuple[_Steps, ...] = option(
+        "steps whose checkpoints are saved and never deleted: a list, or a number N for every N "
+        "steps; 0: none", 0)
+    upload: str = option("URL to which finished checkpoints and metrics are copied in the "
+                         "background, such as s3://bucket/run, with keep and best as here; empty: "
+                         "none", "")
     best_metric: str = option("evaluation score whose best checkpoint is kept too, as OUT/best: a "
                               "key of metrics.jsonl such as minimal_pairs; empty: none", "")
     patience: int = option("evaluations without a better train.best_metric after which the run "
@@ -197,7 +205,14 @@ class TrainConfig:
     profile_ranks: tuple[int, ...] = option("ranks that write OUT/traces/*-rank-N.json.gz (for "
                                             "ui.perfetto.dev)", (0,), min_length=1)
 
+    def is_permanent(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is saved whatever save_every, and kept."""
+        every = self.keep_every
+        return step in every if isinstance(every, tuple) else every > 0 and step % every == 0
+
     def __post_init__(self):
+        if self.upload and "://" not in self.upload:
+            raise ValueError(f"upload = {self.upload!r} must be a URL, such as s3://bucket/run")
         if bool(self.initial_batch_size) != bool(self.batch_warmup_steps):
             raise ValueError("initial_batch_size and batch_warmup_steps go together; set both, or "
                              "leave both out")
@@ -213,17 +228,22 @@ class InitConfig:
     """Where a run's first weights come from; empty: random. A resumed run does not read it."""
 
     source: str = option("weights to start from: a run or export of this project, Hugging Face or "
-                         "microsoft files", "")
+                         "microsoft files; a path, a URL, or OWNER/NAME on the Hub", "")
     generator: str = option("generator of the source, if the source has none; rtd_cached without a "
                             "source: generator whose token embeddings the discriminator starts "
                             "from", "")
     embeddings_only: bool = option("load only the token embeddings and keep them fixed", False)
+    moments: bool = option("take the optimizer's state from the source too, which is then a "
+                           "checkpoint of this project with the same parameters and optimizer; "
+                           "steps, data and learning rate begin anew", False)
 
     def __post_init__(self):
         if not self.source and self.embeddings_only:
             raise ValueError("embeddings_only needs init.from")
         if self.generator and self.embeddings_only:
             raise ValueError("embeddings_only takes no generator")
+        if self.moments and (not self.source or self.generator or self.embeddings_only):
+            raise ValueError("moments needs init.from, without generator and embeddings_only")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -264,6 +284,9 @@ class RunConfig:
     def __post_init__(self):
         if "\0" in self.out_dir:
             raise ValueError("out_dir holds a NUL character")
+        if "://" in self.out_dir:
+            raise ValueError(f"out_dir = {self.out_dir!r} is a URL; name a local directory, and "
+                             f'set train.upload = "{self.out_dir}" for copies there')
         if self.init.generator and not self.init.source and self.objective.kind != "rtd_cached":
             raise ValueError("init.generator needs init.from")
         if self.init.embeddings_only and self.objective.kind != "mlm":

@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from deberta_ds.base.errors import UserError, first_line
-from deberta_ds.base.files import atomic_path
+from deberta_ds.base.files import atomic_path, cache_directory
 from deberta_ds.corpus.units import PLAN, Part, under_mpi
 from deberta_ds.data import remote
 from deberta_ds.data.shards import MANIFEST
@@ -51,7 +51,7 @@ def fetch(url: str, *, cache: str = CACHE, names: tuple[str, ...] = ("*",)) -> s
         return url
     url = url.rstrip("/")
     key = xxhash.xxh3_64_hexdigest(url.encode())
-    local = Path(cache).expanduser() / "prepared" / key / url.rpartition("/")[2]
+    local = cache_directory(cache) / "prepared" / key / url.rpartition("/")[2]
     system, root = remote.file_system(url)
     for path, size in _sizes(system, root, url).items():
         name = path[len(root) + 1 :]

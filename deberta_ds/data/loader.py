@@ -14,6 +14,7 @@ ignore what Python would send at exit); the kernel does when it is killed.
 """
 
 import atexit
+import errno
 import os
 import signal
 import time
@@ -144,7 +145,15 @@ def _live_with_the_rank(_worker: int) -> None:
 def _unwrap(loader: DataLoader) -> Iterator[Batch]:
     # torch's own handler raises in the middle of a step, wherever the main thread is just then.
     handler = signal.getsignal(signal.SIGCHLD)
-    batches = iter(loader)
+    try:
+        batches = iter(loader)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename:
+            raise
+        raise UserError(f"/dev/shm is full: the semaphores of loader processes (data.workers = "
+                        f"{loader.num_workers}) lie there; remove what dead processes have left in "
+                        "it, make it larger (docker run --shm-size=8g), or set data.workers = 0"
+                        ) from None
     if loader.num_workers:
         signal.signal(signal.SIGCHLD, handler)
         atexit.register(_end_workers, weakref.ref(batches))

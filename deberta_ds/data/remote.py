@@ -28,7 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import NonNegativeInt
 
 from deberta_ds.base.errors import UserError, first_line, refuse_pipe
-from deberta_ds.base.files import write_atomic
+from deberta_ds.base.files import cache_directory, write_atomic
 from deberta_ds.base.json_files import parse_json, typed
 from deberta_ds.data.shards import MANIFEST
 
@@ -144,7 +144,7 @@ class RemoteCorpus:
     def __init__(self, url: str, cache: Cache):
         """Fetch the corpus's manifest and the one of its blocks; UserError if there is none."""
         self.url, self._cache = url.rstrip("/"), cache
-        root = Path(cache.directory).expanduser()
+        root = cache_directory(cache.directory)
         self.directory = root / xxhash.xxh3_64_hexdigest(self.url.encode())
         self._sums: dict[str, np.ndarray] = {}
         self._written = 0

@@ -137,9 +137,11 @@ def _decayed(optim: OptimConfig, step: int, total_steps: int) -> float:
             return low + (1 - low) * (1 - share)
         case "cosine":
             return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share))
-        case "wsd":
+        case "wsd" | "wsd_sqrt":
             decay_steps = max(1, round(optim.decay_share * total_steps))
             remaining = min(1.0, (total_steps - step) / decay_steps)
+            if optim.schedule == "wsd_sqrt":  # arXiv 2405.18392
+                remaining = 1 - math.sqrt(1 - remaining)
             return low + (1 - low) * remaining
         case "deberta_linear":
             return (1 - low) * (1 - step / total_steps) + low

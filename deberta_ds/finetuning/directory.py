@@ -31,6 +31,7 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
+from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.config.options import validate
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetuning.settings import Settings
@@ -174,9 +175,10 @@ def load_finetuned(path: str | Path) -> Finetuned:
 def find_finetuned(path: str | Path) -> Path:
     """Return the model directory at `path`: itself, or the model/ inside a run's directory.
 
-    UserError for a run that has not ended.
+    Of a URL or a model of the Hub it is a copy in the cache. UserError for a run that has not
+    ended.
     """
-    path = Path(path)
+    path = local_copy(path)
     if (path / FACTS).is_file():
         return path
     if (path / MODEL / FACTS).is_file() and not (path / RESULT).is_file():

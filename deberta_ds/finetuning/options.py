@@ -4,10 +4,9 @@ Nothing is imported above that takes time: --help and a mistyped option are answ
 """
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deberta_ds.base.command_line import not_negative, positive
+from deberta_ds.base.command_line import local_path, not_negative, positive
 from deberta_ds.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True,
         help="run or checkpoint, Hugging Face directory, random:PRESET or random:DIRECTORY")
     add("--data", default="", help="data of SuperGLUE or GLUE: directory, zip, or hub")
-    add("--out", required=True, type=Path, help="results go to OUT/TASK/seed-N/")
+    add("--out", required=True, type=local_path, help="results go to OUT/TASK/seed-N/")
     add("--seeds", type=positive, default=1, help="how many seeds: 1 .. N")
     add("--config", metavar="TOML",
         help="settings, such as launch/runs/superglue/small.toml; any can be overridden: "

@@ -110,6 +110,8 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
 
 def check_out(out: str | Path, *sources: str | Path) -> None:
     """Raise UserError if replacing directory `out` would lose anything but a conversion."""
+    if "://" in str(out):
+        raise UserError(f"{out}: is a URL; name a local directory")
     out = Path(out)
     if any(Path(source).resolve().is_relative_to(out.resolve()) for source in sources):
         raise UserError(f"{out}: is what is converted, or around it; name another directory")

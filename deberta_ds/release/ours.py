@@ -8,6 +8,7 @@ The second form is what `convert --to ours` writes: consolidated, exact, without
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
-from deberta_ds.checkpoint.find import list_steps, load_whole_state, newest
+from deberta_ds.checkpoint.find import list_steps, load_whole_state, read_newest
 from deberta_ds.checkpoint.run_record import RUN_FILE, read_run_record
 from deberta_ds.config.model import computed_anywhere
 from deberta_ds.config.run_config import ModelConfig, RunConfig, to_dict
@@ -82,7 +83,10 @@ def write_ours(release: Release, out: Path) -> list[str]:
 
 def read_checkpoint(path: Path) -> Release:
     """Return the release of a training checkpoint, or of a run directory's newest one."""
-    directory = newest(path)
+    return read_newest(path, partial(_read_checkpoint, path))
+
+
+def _read_checkpoint(path: Path, directory: Path) -> Release:
     state, run = load_whole_state(directory)
     release = release_of_state(state, run)
     if directory != path:
@@ -95,8 +99,7 @@ def read_checkpoint(path: Path) -> Release:
 
 def shapes_of_checkpoint(path: Path) -> dict[str, ModelConfig]:
     """Return the shape of each network of a training checkpoint, or of a run's newest one."""
-    directory = newest(path)
-    run = read_run_record(directory).run(directory / RUN_FILE)
+    run = read_newest(path, lambda found: read_run_record(found).run(found / RUN_FILE))
     return objective_of(run).encoders(run)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
+from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.find import is_unsaved_run
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.release import configs, names, ours
@@ -94,7 +95,7 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
 
 
 def _existing(source: str | Path) -> Path:
-    path = Path(source)
+    path = local_copy(source)
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     if not (path.is_dir() or path.is_file()):

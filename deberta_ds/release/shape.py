@@ -81,7 +81,9 @@ def _vocabulary(tokenizer: str, *, is_needed: bool) -> tuple[dict[str, Any], str
 def _checkpoint(out_dir: Any, resume: str) -> Path | None:
     """Return a checkpoint of the run, any whose run.json is whole: they are all of one shape."""
     if resume not in ("auto", "never"):
-        candidates = [Path(resume)]
+        from deberta_ds.checkpoint.download import local_copy
+
+        candidates = [local_copy(resume)]
     elif resume == "auto" and isinstance(out_dir, str) and (Path(out_dir) / "checkpoints").is_dir():
         from deberta_ds.checkpoint.find import list_finished
 

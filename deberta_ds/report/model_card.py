@@ -19,6 +19,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.base.numbers import format_value
+from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.config.options import validate
@@ -114,7 +115,7 @@ def write_card(source: str | Path, out: Path, summary: Summary, repository: str 
     repository: the name under which others will load it.
     """
     path = out / CARD
-    write_atomic(path, model_card(Path(source), out, summary, repository or str(out)))
+    write_atomic(path, model_card(local_copy(source), out, summary, repository or str(out)))
     return path
 
 

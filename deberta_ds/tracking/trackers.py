@@ -6,10 +6,10 @@ which are not installed with this package. What they cannot take is said once an
 all numbers are in metrics.jsonl.
 """
 
-import hashlib
 import importlib.util
 import json
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.config.run_config import LogConfig
 
 TENSORBOARD_DIRECTORY = "tensorboard"
-_MLFLOW_RUN_FILE = "mlflow-run.txt"
+WANDB_RUN_FILE, MLFLOW_RUN_FILE = "wandb-run.txt", "mlflow-run.txt"  # the run's id there
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,10 @@ def wandb(project: str) -> Open:
     def begin(out_dir: Path, purge_step: int | None) -> Tracker:
         import wandb as library
 
-        # The same directory is the same run there, also after a resume.
-        run = library.init(
-            project=project, name=out_dir.resolve().name, dir=out_dir, resume="allow",
-            id=hashlib.sha256(str(out_dir.resolve()).encode()).hexdigest()[:16],
-            config=_config(out_dir))
+        known = _known_run(out_dir / WANDB_RUN_FILE, purge_step) or secrets.token_hex(8)
+        (out_dir / WANDB_RUN_FILE).write_text(known + "\n")
+        run = library.init(project=project, name=out_dir.resolve().name, dir=out_dir,
+                           resume="allow", id=known, config=_config(out_dir))
         return Tracker(lambda record: run.log(numbers(record), step=record["step"]), run.finish)
 
     return _forgiving("Weights & Biases", begin)
@@ -81,16 +80,20 @@ def mlflow(experiment: str) -> Open:
         import mlflow as library
 
         library.set_experiment(experiment)
-        file = out_dir / _MLFLOW_RUN_FILE
-        known = file.read_text().strip() if file.exists() and purge_step else None
+        known = _known_run(out_dir / MLFLOW_RUN_FILE, purge_step)
         run = library.start_run(run_id=known, run_name=out_dir.resolve().name)
-        file.write_text(run.info.run_id + "\n")
+        (out_dir / MLFLOW_RUN_FILE).write_text(run.info.run_id + "\n")
         if not known:
             library.log_dict(_config(out_dir), "config.json")
         return Tracker(lambda record: library.log_metrics(numbers(record), step=record["step"]),
                        library.end_run)
 
     return _forgiving("MLflow", begin)
+
+
+def _known_run(file: Path, purge_step: int | None) -> str | None:
+    """Return the id under which a resumed run is known to a service."""
+    return file.read_text().strip() if file.exists() and purge_step else None
 
 
 def _config(out_dir: Path) -> dict[str, Any]:

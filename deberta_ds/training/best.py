@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.checkpoint.find import BEST
+from deberta_ds.checkpoint.run_record import BEST
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Row

@@ -97,7 +97,8 @@ def check_identity(run: RunConfig, content_hashes: dict[str, str], tokenizer_sha
     if lines:
         raise CheckpointError(
             f"{place} is of another run (- saved, + now):\n  " + "\n  ".join(lines)
-            + "\n  change these back, or start from scratch in another out_dir")
+            + "\n  change these back, or use another out_dir: for a new run, or to go on from here "
+            f'with other data, with [init] from = "{place}" and moments = true')
 
 
 def _difference(key: str, then: str, now: str) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import BEST
 from deberta_ds.checkpoint.save import point_best
 from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
@@ -44,8 +45,6 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     with watchdog.watch(), start(run, ds_values, resume=resume, place=place, origins=origins,
                                  watchdog=watchdog, callbacks=callbacks) as started:
         stopped = _train(run, started, stop_request, watchdog)
-    if stopped and dist.is_main():
-        signals.record(EXIT_REQUEUE)
     return EXIT_REQUEUE if stopped else 0
 
 
@@ -68,6 +67,9 @@ def _train(run: RunConfig, started: Started, stop_request: signals.StopRequest,
         raise
     with watchdog.patience():  # rank 0's trackers may take minutes
         dist.together(started.log.close)
+    if stopped and dist.is_main():  # before what a launcher may cut short
+        signals.record(EXIT_REQUEUE)
+    trainer.saver.finish_uploads(watchdog.patience)
     return stopped
 
 
@@ -105,7 +107,8 @@ class Trainer:
             self.log.info(note)
         if self.best.value is not None and dist.is_main():  # a kill may have come between
             point_best(find.path_of(run.out_dir, self.best.step))
-        self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files)
+        self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files,
+                           self.log.info)
         stop_request.resumes_from = f"step {self.journal.step:,}"
         self.after_step: Callable[[], None] = lambda: None
         watchdog.start_at(self.journal.step)
@@ -159,7 +162,7 @@ class Trainer:
     def _say_the_end(self, end: int) -> None:
         train = self.run.train
         if self.best.value is not None:
-            self.log.info(f"best: {self.best}, kept as {self.run.out_dir}/{find.BEST}")
+            self.log.info(f"best: {self.best}, kept as {self.run.out_dir}/{BEST}")
         if self._is_past_its_best():
             self.journal.end("end", f"{train.patience} evaluations without a better score: "
                              f"{self.best}")

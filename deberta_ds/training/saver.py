@@ -6,12 +6,16 @@ at the same step that every file is on the disk, and finish it together.
 """
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
+from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.checkpoint.save import Save, begin_save, finish_save
+from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.model.backbone import count_parameters
@@ -22,7 +26,11 @@ class Saver:
     """The checkpoints of one run."""
 
     def __init__(self, engine, out_dir: str | Path, train: TrainConfig,
-                 tokenizer: dict[str, Path]):
+                 tokenizer: dict[str, Path], say: Callable[[str], None]):
+        self.uploads = dist.together(lambda: Uploads(out_dir, train, say)
+                                     if train.upload and dist.is_main() else None)
+        if self.uploads:  # what was saved before a kill
+            self.uploads.begin()
         self.engine, self.out_dir, self.train, self.tokenizer = engine, out_dir, train, tokenizer
         self.begun_at = time.monotonic()
         self.in_background: Save | None = None
@@ -32,7 +40,7 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`; call on every rank, once a step."""
-        if step % self.train.save_every == 0:
+        if step % self.train.save_every == 0 or self.train.is_permanent(step):
             return True
         if self.train.save_minutes == 0 or step % self.train.log_every:
             return False
@@ -51,7 +59,8 @@ class Saver:
         self.begun_at = time.monotonic()
         self.in_background = begin_save(
             self.engine, self.out_dir, record, self.train.keep, self.tokenizer,
-            in_background=self.train.save_in_background, is_best=is_best)
+            in_background=self.train.save_in_background, is_best=is_best,
+            is_spared=self._is_spared)
         self.pause_seconds = time.monotonic() - self.begun_at
 
     def finish(self, *, wait: bool) -> Path | None:
@@ -66,7 +75,22 @@ class Saver:
         one, self.in_background = self.in_background, None
         path = finish_save(one)
         self.write_seconds = time.monotonic() - self.begun_at
+        if self.uploads:
+            self.uploads.begin()
         return path
+
+    def finish_uploads(self, patience: Callable[[], AbstractContextManager]) -> None:
+        """Wait until the last checkpoint and the end of the metrics are at train.upload."""
+        if self.uploads:
+            self.uploads.begin()
+        while self.train.upload and dist.from_main(
+                lambda: self.uploads is not None and self.uploads.is_running()):
+            with patience():
+                time.sleep(0.2)
+
+    def _is_spared(self, path: Path) -> bool:
+        return self.train.is_permanent(find.step_of(path)) or (
+            self.uploads is not None and path == self.uploads.current)
 
     def _any_rank(self, flag: bool) -> bool:
         return bool(dist.sum_over_ranks(torch.tensor(float(flag), device=self.engine.device)))

@@ -3,17 +3,20 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from deberta_ds.base.errors import listed
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.checkpoint.save import set_aside
 from deberta_ds.cluster import dist, lock
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
+from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.state import check_restorable
 from deberta_ds.objectives.base import MINIMAL_PAIRS, own_metrics
 from deberta_ds.objectives.build import objective_of
@@ -73,7 +76,32 @@ def build(run: RunConfig, inputs: Inputs, record: RunRecord | None, say: Callabl
         say(line)
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     check_restorable(model_engine)
+    if run.init.moments and not record:
+        say(f"init: optimizer state of {_take_moments(run, model_engine)}")
     return model_engine
+
+
+def _take_moments(run: RunConfig, model_engine) -> Path:
+    """Load the source of [init] with its optimizer's state, bit for bit; return the checkpoint."""
+    def opened() -> Path:
+        try:
+            path = find.newest(run.init.source)
+            optimizer = read_run_record(path).config["optim"]["name"]
+        except CheckpointError as error:
+            raise CheckpointError(f"init.moments = true needs a checkpoint of this project, with "
+                                  f"its optimizer's state: {error}; or leave init.moments out"
+                                  ) from None
+        if optimizer != run.optim.name:
+            raise CheckpointError(f"init.moments = true: {path} has the state of optim.name = "
+                                  f"{optimizer!r}, the run has {run.optim.name!r}; set it as "
+                                  "there, or leave init.moments out")
+        return path
+
+    path = dist.broadcast_object(dist.together(opened))  # a run that goes on may have saved since
+    if problems := find.problems_of(path):
+        raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}")
+    find.load(model_engine, path, is_other_run=True)
+    return path
 
 
 def _restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord,

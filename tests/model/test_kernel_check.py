@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import temporary_directory
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.kernels.kernel_check import Verdict
 
@@ -79,12 +80,12 @@ def test_what_triton_needs_is_looked_for(monkeypatch, tmp_path, tools, header, w
 def test_what_triton_compiles_stays_on_this_node(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    for given, wanted in ((None, str(kernel_check._own_directory() / "triton")), ("own", "own")):
+    for given, wanted in ((None, str(temporary_directory() / "triton")), ("own", "own")):
         if given:
             monkeypatch.setenv("TRITON_CACHE_DIR", given)
         kernel_check.keep_on_this_node()
         assert kernel_check.os.environ["TRITON_CACHE_DIR"] == wanted
-    assert kernel_check._own_directory().stat().st_mode & 0o777 == 0o700
+    assert temporary_directory().stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr("os.getuid", lambda: 12345)
     (tmp_path / "deberta_ds-12345").mkdir()
     with pytest.raises(UserError, match="deberta_ds-12345 belongs to another user"):

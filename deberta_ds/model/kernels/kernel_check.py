@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import write_atomic
+from deberta_ds.base.files import temporary_directory, write_atomic
 
 OFF = "DEBERTA_DS_KERNELS"  # "0": no Triton kernels, torch's operators alone
 OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
@@ -157,22 +155,12 @@ def keep_on_this_node() -> None:
 
     Ranks that compile at once in a home on a network file system disturb each other.
     """
-    os.environ.setdefault("TRITON_CACHE_DIR", str(_own_directory() / "triton"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(temporary_directory() / "triton"))
 
 
 def results_file() -> Path:
     """Return the file of passes on this node."""
-    return _own_directory() / "kernels.json"
-
-
-def _own_directory() -> Path:
-    """Return this user's directory among the node's temporary files."""
-    path = Path(tempfile.gettempdir(), f"deberta_ds-{os.getuid()}")
-    path.mkdir(mode=0o700, exist_ok=True)
-    if path.is_symlink() or path.stat().st_uid != os.getuid():
-        raise UserError(f"{path} belongs to another user, who could change the kernels in it; "
-                        "set TMPDIR to a directory of your own")
-    return path
+    return temporary_directory() / "kernels.json"
 
 
 def _platform(device: torch.device) -> str:

@@ -1,0 +1,133 @@
+"""Copies of a run's checkpoints at a URL (train.upload), made in the background by rank 0.
+
+    URL/checkpoints/step-00000100/...   as in out_dir; manifest.json last, when every other file was
+                                        read back and has its size and checksum
+    URL/best                            text: checkpoints/step-N, with the best train.best_metric
+    URL/metrics.jsonl, config.json ...  as they were at the newest checkpoint
+
+Nothing is remembered: each round copies what out_dir has and the URL lacks, so after a failure or a
+kill the next round, or the next start, copies the rest. Nothing here ends a run.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from deberta_ds.base.errors import first_line
+from deberta_ds.base.json_files import read_json
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import BEST
+from deberta_ds.checkpoint.save import outdated
+from deberta_ds.config.run_config import TrainConfig
+from deberta_ds.data import remote
+from deberta_ds.tracking.records import METRICS_FILE
+from deberta_ds.tracking.trackers import MLFLOW_RUN_FILE, WANDB_RUN_FILE
+
+_CHUNK_BYTES = 1 << 26
+_SMALL_FILES = (METRICS_FILE, "config.json", WANDB_RUN_FILE, MLFLOW_RUN_FILE)
+
+
+class Uploads:
+    """The copies of one run. `current` is the checkpoint that must not be deleted meanwhile."""
+
+    def __init__(self, out_dir: str | Path, train: TrainConfig, say: Callable[[str], None]):
+        """UserError if the URL is of no known kind."""
+        self._out, self._train, self._say = Path(out_dir), train, say
+        self._system, self._root = remote.file_system(train.upload.rstrip("/"))
+        self._thread = ThreadPoolExecutor(1, "upload")
+        self._round: Future | None = None
+        self.current: Path | None = None
+
+    def begin(self) -> None:
+        """Begin a round; one that waits for its turn would have done the same."""
+        if self._round:
+            self._round.cancel()
+        self._round = self._thread.submit(self._attempt)
+
+    def is_running(self) -> bool:
+        return self._round is not None and not self._round.done()
+
+    def _attempt(self) -> None:
+        try:
+            if whole := find.list_finished(self._out):
+                self._copy_what_is_missing(whole)
+        except Exception as error:  # each file system has errors of its own
+            self._say("WARNING: upload failed; it is tried again at the next checkpoint or start: "
+                      f"{type(error).__name__}: {first_line(error)}")
+        self.current = None
+
+    def _copy_what_is_missing(self, whole: list[Path]) -> None:
+        best = read_json(whole[-1] / find.RUN_FILE).get("best", {})
+        best_step = best["step"] if best.get("value") is not None else None
+        old = partial(outdated, keep=self._train.keep, is_spared=lambda path:
+                      find.step_of(path) == best_step
+                      or self._train.is_permanent(find.step_of(path)))
+        for path in sorted(set(whole) - set(old(whole, whole)), reverse=True):
+            self.current = path
+            if (path / find.MANIFEST).exists():  # it may have been deleted just now
+                self._copy(path)
+        for name in _SMALL_FILES:
+            if (self._out / name).is_file():
+                remote.put(self._system, f"{self._root}/{name}", self._out / name)
+        # Later ones are of a continuation that was given up: nobody's to delete here.
+        there = {path: names for path, names in self._steps_there().items()
+                 if find.step_of(path) <= find.step_of(whole[-1])}
+        finished = [path for path, names in there.items() if find.MANIFEST in names]
+        for path in finished:
+            if find.step_of(path) == best_step:
+                remote.put(self._system, f"{self._root}/{BEST}",
+                           f"{find.DIRECTORY}/{path.name}\n".encode())
+        for path in old(list(there), finished):
+            for name in sorted(there[path], key=lambda name: name != find.MANIFEST):
+                self._system.rm_file(f"{self._place(path)}/{name}")
+
+    def _copy(self, path: Path) -> None:
+        """Copy a checkpoint, unless it is there."""
+        began, place = time.monotonic(), self._place(path)
+        manifest = (path / find.MANIFEST).read_bytes()
+        if find.MANIFEST in self._steps_there().get(path, ()):
+            if self._system.cat_file(f"{place}/{find.MANIFEST}") == manifest:
+                return
+            self._system.rm_file(f"{place}/{find.MANIFEST}")  # of another continuation
+        for name, entry in json.loads(manifest)["files"].items():
+            if not self._is_there(f"{place}/{name}", entry):
+                remote.put(self._system, f"{place}/{name}", path / name)
+                if not self._is_there(f"{place}/{name}", entry):
+                    raise OSError(f"{place}/{name} has another checksum than what was uploaded")
+        remote.put(self._system, f"{place}/{find.MANIFEST}", manifest)
+        self._say(f"uploaded {self._train.upload.rstrip('/')}/{find.DIRECTORY}/{path.name} "
+                  f"in {time.monotonic() - began:,.1f} s")
+
+    def _place(self, path: Path) -> str:
+        return f"{self._root}/{find.DIRECTORY}/{path.name}"
+
+    def _steps_there(self) -> dict[Path, set[str]]:
+        """Return the names of the files at the URL by checkpoint (as a path here), oldest first."""
+        found: dict[Path, set[str]] = {}
+        self._system.invalidate_cache()
+        try:
+            listed = self._system.find(f"{self._root}/{find.DIRECTORY}")
+        except FileNotFoundError:
+            listed = []
+        for place in listed:
+            step, _, name = place.rpartition(f"/{find.DIRECTORY}/")[2].partition("/")
+            if find.is_step(step):
+                found.setdefault(self._out / find.DIRECTORY / step, set()).add(name)
+        return dict(sorted(found.items(), key=lambda item: find.step_of(item[0])))
+
+    def _is_there(self, place: str, entry: dict) -> bool:
+        """Return whether a file at the URL has the size and checksum of the manifest."""
+        self._system.invalidate_cache()
+        if not self._system.exists(place) or self._system.size(place) != entry["bytes"]:
+            return False
+        digest = xxhash.xxh3_128()
+        for begin in range(0, entry["bytes"], _CHUNK_BYTES):
+            end = min(begin + _CHUNK_BYTES, entry["bytes"])
+            digest.update(remote.tried(partial(self._system.cat_file, place, begin, end), place,
+                                       bool))
+        return digest.hexdigest() == entry["xxh3"]
