@@ -83,8 +83,9 @@ class Uploads:
                 remote.put(self._system, f"{self._root}/{BEST}",
                            f"{find.DIRECTORY}/{path.name}\n".encode())
         for path in old(list(there), finished):
-            for name in sorted(there[path], key=lambda name: name != find.MANIFEST):
-                self._system.rm_file(f"{self._place(path)}/{name}")
+            if find.MANIFEST in there[path]:
+                self._system.rm_file(f"{self._place(path)}/{find.MANIFEST}")
+            self._system.rm(self._place(path), recursive=True)
 
     def _copy(self, path: Path) -> None:
         """Copy a checkpoint, unless it is there."""

@@ -17,10 +17,10 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-import rank_helpers
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from fsspec.implementations.local import LocalFileSystem
-from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run, wait_for_server
+from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run
+from s3_server import s3_bucket
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import Stretch
@@ -214,31 +214,13 @@ def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
 @pytest.fixture
 def bucket(monkeypatch):
     """An empty bucket of a real S3 server, and what puts a proxy with faults before it."""
-    if not (command := shutil.which("moto_server")):
-        pytest.skip("no moto_server in the PATH (pipx install 'moto[server]')")
-    port = rank_helpers.free_port()
-    server = subprocess.Popen([command, "-p", str(port)],
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with s3_bucket(monkeypatch) as port:
+        def break_answers() -> dict:
+            proxy_port, faults = _faulty_proxy(port)
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy_port}")
+            return faults
 
-    def break_answers() -> dict:
-        proxy_port, faults = _faulty_proxy(port)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy_port}")
-        return faults
-
-    try:
-        wait_for_server(port)
-        for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
-                            "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
-                            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
-            monkeypatch.setenv(name, value)
-        from pyarrow.fs import S3FileSystem
-
-        S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http",
-                     allow_bucket_creation=True).create_dir("shop")
         yield break_answers
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):

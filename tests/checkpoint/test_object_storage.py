@@ -1,0 +1,201 @@
+"""Checkpoints at a URL: uploaded whole or not at all, kept as locally, read from there."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+import torch
+from data_helpers import RUN_RECORD
+from fsspec.implementations.local import LocalFileSystem
+from launching import make_run
+from s3_server import s3_bucket
+
+import deberta_ds
+from deberta_ds.base.command_line import local_path
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import xxh3
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.download import local_copy
+from deberta_ds.checkpoint.save import prune
+from deberta_ds.checkpoint.upload import Uploads
+from deberta_ds.config import run_config
+from deberta_ds.config.run_config import TrainConfig
+from deberta_ds.data import remote
+from deberta_ds.training.saver import Saver
+
+FILES = ("run.json", "layout.json", "rank-00000.safetensors")
+
+
+class Shop(LocalFileSystem):
+    """Local files that may refuse to be written, alter what is written, or never be finished."""
+
+    protocol = "shop"
+    fault = ""
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("shop://"))
+
+    def pipe_file(self, path, value, mode="overwrite", **_):
+        if self.fault == "refused":
+            raise PermissionError(13, "Access Denied")
+        if self.fault == "altered" and path.endswith("layout.json"):
+            value = value[:-1] + b"?"
+        Path(path).write_bytes(value)
+        if self.fault == "never ends" and path.endswith("layout.json"):
+            time.sleep(600)
+
+
+fsspec.register_implementation("shop", Shop, clobber=True)
+
+
+@pytest.fixture
+def shop(tmp_path, monkeypatch):
+    """Return a function that sets the fault of shop://."""
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(Shop, "fault", "")
+    return lambda fault: monkeypatch.setattr(Shop, "fault", fault)
+
+
+def make_checkpoint(out: Path, step: int, best: int | None = None, text: str = "") -> Path:
+    path = find.path_of(out, step)
+    path.mkdir(parents=True)
+    record = RUN_RECORD | {"step": step, "best": {"value": best and 0.5, "step": best}}
+    for name in FILES:
+        (path / name).write_text(json.dumps(record) if name == "run.json" else f"{step}{text}")
+    files = {name: {"bytes": (path / name).stat().st_size, "xxh3": xxh3(path / name)}
+             for name in FILES}
+    (path / "manifest.json").write_text(json.dumps(
+        {"version": find.VERSION, "step": step, "world_size": 1, "files": files}))
+    return path
+
+
+def one_round(out: Path, url: str, **train) -> list[str]:
+    """Return what a round of uploads says."""
+    said: list[str] = []
+    uploads = Uploads(out, TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1,
+                                       upload=url, **train), said.append)
+    uploads.begin()
+    while uploads.is_running():
+        time.sleep(0.001)
+    return said
+
+
+def steps_at(store: Path) -> list[int]:
+    return [find.step_of(path) for path in find.list_finished(store)]
+
+
+def test_the_url_has_what_retention_keeps_here(tmp_path, shop):
+    """Also the best, the permanent, and later ones, which are of another continuation."""
+    out, url = tmp_path / "out", f"shop://{tmp_path}/store"
+    make_checkpoint(tmp_path / "store", 900)
+    for step in range(10, 70, 10):
+        make_checkpoint(out, step, best=30)
+        (out / "metrics.jsonl").write_text(f"{step}")
+        said = one_round(out, url, keep=1, keep_every=(20,))
+        assert [line[:-3] for line in said] == [f"uploaded {url}/checkpoints/step-{step:08d} in 0."]
+    assert steps_at(tmp_path / "store") == [20, 30, 60, 900]
+    assert len(os.listdir(tmp_path / "store/checkpoints")) == 4
+    assert (tmp_path / "store/metrics.jsonl").read_text() == "60"
+    assert one_round(out, url, keep=1, keep_every=(20,)) == []
+    assert find.find(tmp_path / "new", f"{url}/best").path.name == "step-00000030"
+    shutil.rmtree(tmp_path / "store/checkpoints/step-00000900")
+    first = local_copy(url)
+    assert first.name == "step-00000060" and not find.problems_of(first)
+    assert local_copy(f"{url}/checkpoints/step-00000060") == first
+    # The same step of another continuation: its files have the same sizes.
+    shutil.rmtree(find.path_of(out, 60))
+    make_checkpoint(out, 60, text="b")
+    assert len(one_round(out, url, keep=1)) == 1 and local_copy(url) != first
+    assert (local_copy(url) / "layout.json").read_text() == "60b"
+
+
+@pytest.mark.parametrize("fault, said", [
+    ("refused", "UserError: .*store.*: cannot be written .PermissionError: .*Access Denied"),
+    ("altered", "OSError: .*/layout.json has another checksum than what was uploaded")])
+def test_an_upload_that_fails_is_said_and_tried_again(tmp_path, shop, fault, said):
+    make_checkpoint(tmp_path / "out", 10)
+    shop(fault)
+    lines = one_round(tmp_path / "out", f"shop://{tmp_path}/store")
+    assert len(lines) == 1 and re.search(
+        f"WARNING: upload failed; it is tried again .*{said}", lines[0])
+    assert steps_at(tmp_path / "store") == []
+    with pytest.raises(UserError, match="store: no(thing is there| whole checkpoint)"):
+        local_copy(f"shop://{tmp_path}/store")
+    shop("")
+    assert len(one_round(tmp_path / "out", f"shop://{tmp_path}/store")) == 1
+    assert steps_at(tmp_path / "store") == [10]
+
+
+def test_kill_9_in_an_upload_leaves_nothing_that_is_taken_for_whole(tmp_path, shop):
+    out, store = tmp_path / "out", tmp_path / "store"
+    make_checkpoint(out, 10)
+    shop("never ends")
+    process = multiprocessing.get_context("fork").Process(
+        target=one_round, args=(out, f"shop://{store}"))
+    process.start()
+    begun = find.path_of(store, 10)
+    while not (begun / "layout.json").exists():
+        assert process.is_alive()
+    process.kill()
+    process.join()
+    assert steps_at(store) == []
+    before = (begun / "run.json").stat().st_mtime_ns
+    shop("")
+    assert len(one_round(out, f"shop://{store}")) == 1 and steps_at(store) == [10]
+    assert (begun / "run.json").stat().st_mtime_ns == before  # it was whole: not sent again
+
+
+def test_what_is_uploaded_is_not_deleted_meanwhile(tmp_path, shop):
+    """With keep = 1 and a slow upload none would ever be there."""
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, keep=1, keep_every=10,
+                        upload=f"shop://{tmp_path}/store")
+    saver = Saver(SimpleNamespace(module=torch.nn.Linear(1, 1)), tmp_path, train, {}, print)
+    for step in (10, 15, 16, 17):
+        make_checkpoint(tmp_path, step)
+    saver.uploads.current = find.path_of(tmp_path, 15)
+    prune(tmp_path, 1, saver._is_spared)
+    assert steps_at(tmp_path) == [10, 15, 17]
+    assert [step for step in range(1, 30) if saver.is_due(step)] == [10, 20]
+
+
+def test_a_run_goes_on_from_an_s3_server(tmp_path, monkeypatch, process_group):
+    """The same losses as of the run itself; every reader takes the address of the run."""
+    with s3_bucket(monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        run = make_run(tmp_path, two_layers=True, steps="4", save_every="2", eval_every="4",
+                       warmup_steps="0")
+        whole = deberta_ds.train(run, {"train.upload": "s3://shop/run", "train.keep": 1,
+                                       "train.keep_every": [2]}).metrics
+        again = deberta_ds.train(run, {"out_dir": str(tmp_path / "again")},
+                                 resume="s3://shop/run/checkpoints/step-00000002").metrics
+        both = [metrics.query("kind == 'train' and step > 2").loss.tolist()
+                for metrics in (whole, again)]
+        assert both[0] == both[1] and len(both[0]) == 2
+        local, there = (find.load_whole_state(place)[0] for place in (
+            tmp_path / "out", "s3://shop/run"))
+        assert all(torch.equal(local[name], there[name]) for name in local)
+        deberta_ds.export("s3://shop/run", tmp_path / "hf")
+        assert deberta_ds.load(tmp_path / "hf").tokenizer
+
+
+@pytest.mark.parametrize("refused", ["out_dir", "export", "predict"])
+def test_a_url_where_only_a_directory_can_be_is_refused_by_name(tmp_path, refused):
+    """Not taken for a local directory that is called "s3:"."""
+    with pytest.raises((UserError, argparse.ArgumentTypeError), match="s3://shop/x.* is a URL"):
+        if refused == "out_dir":
+            run_config.load(make_run(tmp_path), ["--out_dir=s3://shop/x"])
+        elif refused == "export":
+            deberta_ds.export(tmp_path, "s3://shop/x")
+        else:
+            local_path("s3://shop/x.jsonl")
+    assert not Path("s3:").exists()
