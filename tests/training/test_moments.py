@@ -1,0 +1,80 @@
+"""[init] moments: another run goes on with the optimizer's state of a checkpoint."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from launching import make_run
+
+import deberta_ds
+from deberta_ds.base.errors import UserError
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.saved_state import SavedState, tensors_of_rank
+from deberta_ds.cluster.watchdog import Watchdog
+from deberta_ds.config import run_config
+from deberta_ds.engine import ds_config, engine
+from deberta_ds.engine.state import layout_of
+from deberta_ds.training.setup import batches_of
+from deberta_ds.training.start import start
+from deberta_ds.training.step import train_step
+
+
+@pytest.fixture(scope="module", params=["adamw", "muon"])
+def trunk(tmp_path_factory, process_group, request):
+    root = tmp_path_factory.mktemp("trunk")
+    run_file = make_run(root, two_layers=True, steps="3", save_every="3", eval_every="3",
+                        warmup_steps=f'0\nname = "{request.param}"\nschedule = "constant"')
+    deberta_ds.train(run_file)
+    return run_file
+
+
+def after_one_more_step(run, resume: str) -> tuple[list, int]:
+    """Return the state after the step that follows the trunk's last one, and the steps counted."""
+    ds = ds_config.load("ds_configs/zero1_fp32.json")
+    with start(run, ds, resume=resume, place="test", origins={},
+               watchdog=Watchdog(run.out_dir, 0)) as started:
+        longer = replace(run, train=replace(run.train, steps=4))
+        micro = next(batches_of(longer, started.inputs, start=3, end=4))
+        engine.set_learning_rate(started.engine, run.optim.learning_rate)
+        counted = started.engine.global_steps
+        train_step(started.engine, micro, step=3, seed=run.train.seed)
+        return [(name, tensor.clone()) for name, tensor in tensors_of_rank(
+            started.engine, layout_of(started.engine))], counted
+
+
+def test_the_next_step_is_that_of_the_uninterrupted_run_bit_for_bit(trunk, tmp_path):
+    """Of the same sequences; without the moments it is another one."""
+    run, _ = run_config.load(trunk)
+    (wanted, before), (found, counted), (without, _) = (after_one_more_step(*one) for one in (
+        (run, "auto"),
+        (replace(run, out_dir=str(tmp_path / "a"), init=run_config.InitConfig(
+            source=run.out_dir, moments=True)), "auto"),
+        (replace(run, out_dir=str(tmp_path / "b"), init=run_config.InitConfig(
+            source=run.out_dir)), "auto")))
+    assert before == 3 and counted == 0
+    assert [name for name, _ in wanted] == [name for name, _ in found]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(wanted, found, strict=True))
+    assert not all(torch.equal(a, b) for (_, a), (_, b) in zip(wanted, without, strict=True))
+    steps = SavedState(find.newest(run.out_dir)).scalars("words.weight")
+    assert {key: float(value) for key, value in steps.items()} == {"step": 3.0}
+
+
+@pytest.mark.parametrize("line, message", [
+    ('--optim.name="adam_uncorrected"', "has the state of optim.name = '(adamw|muon)', the run has "
+     "'adam_uncorrected'; set it as there"),
+    ('--init.from="{root}/exported"', "needs a checkpoint of this project, with its optimizer's "
+     "state: .*exported: no checkpoint.*or leave init.moments out"),
+    ('--init.from="{root}/damaged"', "not a whole checkpoint|damaged")])
+def test_a_source_without_the_state_is_refused(trunk, tmp_path, line, message):
+    root = trunk.parent
+    if not (root / "damaged").exists():
+        deberta_ds.export(root / "out", root / "exported")
+        shutil.copytree(find.newest(root / "out"), root / "damaged")
+        (root / "damaged/layout.json").write_text("{}")
+    lines = [f'--out_dir="{tmp_path}/new"', f'--init.from="{root}/out"', "--init.moments=true",
+             line.format(root=root)]
+    keys = {text[2:].partition("=")[0]: text.partition("=")[2] for text in lines}
+    values = {key: True if value == "true" else value.strip('"') for key, value in keys.items()}
+    with pytest.raises(UserError, match=message):
+        deberta_ds.train(trunk, values)
