@@ -1,4 +1,4 @@
-"""Write docs/recipes.md from the recipes and the planner: python docs/make_recipes.py (minutes)."""
+"""Write docs/reference/recipes.md by the planner: python docs/make_recipes.py (minutes)."""
 
 from dataclasses import replace
 from functools import cache
@@ -14,7 +14,7 @@ from deberta_ds.planner import plan
 from deberta_ds.planner.gpus import Gpu, card_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/recipes.md"
+PAGE = ROOT / "docs/reference/recipes.md"
 RECIPES = ROOT / "launch/runs/lab"
 PIECES = 32_000  # of the tokenizer in README.md
 ROWS = -(-(PIECES + 1) // 64) * 64  # of the token embedding
@@ -31,12 +31,15 @@ CARDS = {  # recipe: (card, GPUs)
 }
 HEAD = f"""# Recipes for a small laboratory
 
+After this page you can choose a shipped run file for your text and your GPUs.
+
 Made by `python docs/make_recipes.py` from `launch/runs/lab/` and the planner; do not edit.
 
-Time and memory are the planner's ([scale](scale.md)), for a tokenizer of {PIECES:,} pieces and bf16
-(on the CPU fp32). The share of the peak that a card reaches is assumed: 20 % for base and small,
-below the 30 % that [performance](performance.md) prices for an H100, 10 % for xsmall, 30 % on a
-CPU. The peak memory of a GPU includes {plan.RESERVED_BYTES >> 30} GiB for CUDA, NCCL and
+Time and memory are the planner's ([Plan](../how-to/plan.md)), for a tokenizer of {PIECES:,}
+pieces and bf16 (on the CPU fp32). The share of the peak that a card reaches is assumed: 20 % for
+base and small,
+below the 30 % that [performance](../evidence/performance.md) prices for an H100, 10 % for xsmall,
+30 % on a CPU. The peak memory of a GPU includes {plan.RESERVED_BYTES >> 30} GiB for CUDA, NCCL and
 fragmentation; the `PEAK` that `launch/plan.py` prints does not, but its `fits` counts them. So take
 the days as an order of magnitude, and ask again with your card, your count and the share that your
 first hundred steps log as `mfu`:
