@@ -6,9 +6,11 @@ backward; initial values are set after construction, parameter by parameter, bec
 """
 
 import os
+import signal
+import threading
 import warnings
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import deepspeed
@@ -16,7 +18,7 @@ import torch
 from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from torch import Tensor, nn
 
-from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.errors import UserError, first_line, tell
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.driver import count_gpus
@@ -34,6 +36,7 @@ from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
 from deberta_ds.tracking import log
 
+WAIT_SECONDS = 20.0  # for other ranks, before it is said
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
 
@@ -74,7 +77,8 @@ def init_distributed() -> torch.device:
     if dist.is_distributed():
         return device
     try:
-        deepspeed.init_distributed(verbose=False)
+        with _saying_who_waits():
+            deepspeed.init_distributed(verbose=False)
     except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
         remedy = ("choose a free port (--master_port of deepspeed and torchrun, else MASTER_PORT), "
                   "and start every rank")
@@ -88,6 +92,32 @@ def init_distributed() -> torch.device:
     if dist.is_main():
         log.show_choices()
     return device
+
+
+@contextmanager
+def _saying_who_waits() -> Iterator[None]:
+    """Say after WAIT_SECONDS what this rank waits for; meanwhile Ctrl-C ends it at once.
+
+    Python's own handler would have to wait as well: the waiting is torch's.
+    """
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    whom = "the other ranks" if rank == "0" else "rank 0"
+    timer = threading.Timer(WAIT_SECONDS, tell, [
+        f"rank {rank} of {size} waits for {whom} at {os.environ.get('MASTER_ADDR')}:"
+        f"{os.environ.get('MASTER_PORT')} (from MASTER_ADDR and MASTER_PORT; RANK and WORLD_SIZE "
+        "say which rank this is). If no other rank was started, unset these variables"])
+    timer.daemon = True
+    timer.start()
+    own = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    if own:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if own:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def local_device() -> torch.device:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deberta_ds import __version__
+from deberta_ds.base.command_line import fill
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_count
@@ -25,7 +26,7 @@ from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule, own_parts, run_config
 from deberta_ds.config.model import ModelConfig
 from deberta_ds.config.options import raise_problems
-from deberta_ds.config.run_config import RunConfig
+from deberta_ds.config.run_config import RunConfig, SourceConfig
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
@@ -243,16 +244,21 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
 
 
 def _non_default_lines(run: RunConfig, origins: dict[str, str]) -> list[str]:
-    """Return "section: key = value, ...   (origin)" for every value that is not a default."""
+    """Return a text for each origin of values that are no defaults: a paragraph per section."""
     values = flatten(run_config.to_dict(run))
-    groups: dict[tuple[str, str], list[str]] = {}
+    usual = run_config.to_dict(SourceConfig(path=" "))
+    values["data.sources"] = [{key: value for key, value in source.items() if value != usual[key]}
+                              for source in values["data.sources"]]
+    groups: dict[str, dict[str, list[str]]] = {}
     for key, origin in origins.items():
         if key in values and origin != "default":
             section, _, name = key.rpartition(".")
-            value = json.dumps(values[key], ensure_ascii=False)
-            groups.setdefault((section, origin), []).append(f"{name} = {value}")
-    return [f"{section or 'run'}: {', '.join(pairs)}   ({origin})"
-            for (section, origin), pairs in groups.items()]
+            value = json.dumps(values[key], ensure_ascii=False).replace(" ", "\0")
+            groups.setdefault(origin, {}).setdefault(section or "run", []).append(
+                f"{name}\0=\0{value}")
+    return ["\n".join([f"set by {origin}:", *(
+        fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, hanging=26).replace("\0", " ")
+        for section, pairs in sections.items())]) for origin, sections in groups.items()]
 
 
 def versions() -> dict[str, str]:
