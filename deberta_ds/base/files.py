@@ -7,6 +7,7 @@ disk, and is then renamed over the final name.
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,6 +61,16 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
     """Write `data` (text as UTF-8) to `path`, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def link(path: Path, to: Path) -> None:
+    """Give a file a second name; a copy of it on another file system, or one without hard links."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.unlink(missing_ok=True)
+    try:
+        os.link(path, to)
+    except OSError:
+        shutil.copyfile(path, to)
 
 
 def sync_directory(path: str | Path) -> None:

@@ -65,7 +65,7 @@ def test_units_whose_files_are_gone_are_done_again(tmp_path, gone, capsys):
     run("whole", "whole-held")
     assert run("out", "held", part=(1, 2)) == {}
     if gone == "tokens":
-        shutil.rmtree(tmp_path / "out" / "tokens")
+        shutil.rmtree(tmp_path / "out" / ".units" / "tokens")
     elif gone == "held-out directory":
         shutil.rmtree(tmp_path / "held")
     held = "held-2" if gone.startswith("another") else "held"

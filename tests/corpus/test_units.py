@@ -130,9 +130,10 @@ def test_a_part_that_begins_between_two_looks_is_no_other_command(tmp_path, monk
         return os.path.exists(path)
 
     monkeypatch.setattr(Path, "exists", exists)
-    units._check_description(tmp_path, text)
+    units._check_description(tmp_path, text, tmp_path)
+    (tmp_path / "made").touch()
     with pytest.raises(UserError, match="other inputs or options"):
-        units._check_description(tmp_path, units._plan_text({"version": 1, "inputs": "others"}))
+        units._check_description(tmp_path, units._plan_text({"version": 1, "words": 9}), tmp_path)
 
 
 def test_a_lock_does_not_outlive_its_process(text_file, tmp_path):
