@@ -9,7 +9,7 @@ import os
 from options import add_cache, add_input_options, add_workers, read_options
 
 from deberta_ds.base.command_line import parser_for
-from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.base.errors import exit_cleanly, still_at_work
 
 
 def main() -> int:
@@ -27,20 +27,16 @@ def main() -> int:
     from deberta_ds.corpus.documents import input_kind
     from deberta_ds.corpus.outputs import fetch
     from deberta_ds.corpus.pack import verify_corpus
-    from deberta_ds.corpus.units import still_at_work
     from deberta_ds.tokenizer import Tokenizer
 
-    def is_corpus(path: str) -> bool:
-        if "://" in path:
-            return input_kind(path) is None and "*" not in path
-        return os.path.isdir(f"{path}/tokens") or os.path.exists(f"{path}/manifest.json")
-
+    corpora = [path for path in args.inputs if os.path.isdir(f"{path}/tokens") or os.path.exists(
+        f"{path}/manifest.json") or ("://" in path and "*" not in path and not input_kind(path))]
     made_with = Tokenizer(args.tokenizer).sha256 if args.tokenizer else ""
-    for path in filter(is_corpus, args.inputs):
-        found = fetch(path, cache=args.cache)
+    for path in corpora:
         with still_at_work(lambda name=path: f"{name}: reading"):
-            print("\n".join(verify_corpus(found, args.verify, made_with)))
-    inputs = [path for path in args.inputs if not is_corpus(path)]
+            found = verify_corpus(fetch(path, cache=args.cache), args.verify, made_with)
+        print("\n".join(found))
+    inputs = [path for path in args.inputs if path not in corpora]
     if not inputs:
         return 0
     bad, count = damaged_files(inputs, read_options(args), args.workers)

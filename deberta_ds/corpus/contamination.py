@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, still_at_work
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json, typed
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, plan_units
@@ -33,7 +33,7 @@ from deberta_ds.corpus.findings import (
 from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.tables import TABLE_KINDS, read_table, text_lines
-from deberta_ds.corpus.units import job, run_units, still_at_work
+from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, WORD, BadTextError, normalise

@@ -5,14 +5,14 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import groupby
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError, naming, still_at_work
 from deberta_ds.base.numbers import counted
 from deberta_ds.corpus.documents import Extent, ReadOptions, split, whole_inputs
 from deberta_ds.corpus.encode import Cleaner, CleanOptions, batches
 from deberta_ds.corpus.identity import extents_of
 from deberta_ds.corpus.inputs import open_bytes
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.corpus.units import FORK, still_at_work
+from deberta_ds.corpus.units import FORK
 
 _HUGE_BYTES = 1 << 22
 

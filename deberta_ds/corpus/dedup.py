@@ -31,9 +31,9 @@ from deberta_ds.corpus.findings import (
     number_of,
     save_found,
 )
-from deberta_ds.corpus.identity import Part, extents_of, identified
+from deberta_ds.corpus.identity import Part, digest_of, extents_of, identified
 from deberta_ds.corpus.readers import joined, read_unit
-from deberta_ds.corpus.units import digest_of, job, run_units
+from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, UNSPACED, BadTextError, normalise

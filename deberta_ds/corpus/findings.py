@@ -101,15 +101,8 @@ class Findings:
 
 
 def input_files(extents: Iterable[Extent]) -> dict[str, str]:
-    """Return {source: its state} of all inputs in order; UserError if one is named twice."""
-    states: dict[str, str] = {}
-    ends: dict[str, int] = {}
-    for extent in extents:
-        if states.setdefault(extent.source, extent.state) and extent.start < ends.get(
-                extent.source, 0):
-            raise UserError(f"{extent.path}: named twice among the inputs; name it once")
-        ends[extent.source] = extent.end
-    return states
+    """Return {source: its state} of all inputs in order."""
+    return {extent.source: extent.state for extent in extents}
 
 
 def number_of(extents: Iterable[Extent]) -> dict[str, int]:

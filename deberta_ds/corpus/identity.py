@@ -12,37 +12,34 @@ from dataclasses import replace
 from pathlib import Path
 
 import xxhash
-from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError, naming
-from deberta_ds.base.files import xxh3
+from deberta_ds.base.errors import UserError, naming, still_at_work
+from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.corpus.documents import BAD, Extent, stamp_of
 
 Part = tuple[int, int] | None  # (i, n): units i, i + n, ... of n parts; None: all, and the end
+Units = dict[str, list[Extent]]  # by their names, 32 hexadecimal digits
 RECORDS = ".inputs*.json"
 
 
-def identified(units: list[list[Extent]], out: str | Path, part: Part = None
-              ) -> dict[str, list[Extent]]:
-    """Return {name of a work unit, 32 hexadecimal digits: the unit with its files' contents as
-    their states}; a part of an array looks at the files of its own units alone.
+def identified(units: list[list[Extent]], out: str | Path, part: Part = None) -> Units:
+    """Return the work units with the contents of local files as their states, by names that follow
+    from these; a part of an array looks at the files of its own units alone.
     """
     known = read_inputs(out)
     files = {extent.path: extent.stamp for extent in extents_of(units, part) if extent.stamp}
     new = [path for path, stamp in files.items() if known.get(path, [""])[0] != stamp]
-    with ThreadPoolExecutor() as pool:
-        for path, state in zip(new, tqdm(pool.map(_content, new), desc="hash the inputs",
-                                         total=len(new), unit="file", disable=None), strict=True):
-            known[path] = [files[path], state]
+    with ThreadPoolExecutor() as pool, still_at_work(lambda: f"hash {len(new):,} inputs"):
+        known |= {path: [files[path], state]
+                  for path, state in zip(new, pool.map(_content, new), strict=True)}
     named = [[replace(extent, state=known[extent.path][1]) if extent.path in files else extent
               for extent in unit] for unit in units]
-    return {_name(unit): unit for unit in named}
+    return {digest_of(f"{extent.path} {extent.kind} {extent.start} {extent.end} {extent.state}"
+                      for extent in unit if extent.kind != BAD): unit for unit in named}
 
 
-def _name(unit: list[Extent]) -> str:
-    fields = [(extent.path, extent.kind, extent.start, extent.end, extent.state)
-              for extent in unit if extent.kind != BAD]
-    return xxhash.xxh3_128_hexdigest(repr(fields).encode())
+def digest_of(parts: Iterable[str]) -> str:
+    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 
 def _content(path: str) -> str:
@@ -67,10 +64,21 @@ def extents_of(units: Iterable[list[Extent]], part: Part = None) -> list[Extent]
     return list(itertools.chain.from_iterable(list(units)[first::step]))
 
 
+def inputs_of(units: Units, part: Part = None) -> dict[str, list[str]]:
+    """Return {path: [stamp, state]}."""
+    return {extent.path: [extent.stamp, extent.state]
+            for extent in extents_of(units.values(), part)}
+
+
 def read_inputs(out: str | Path) -> dict[str, list[str]]:
-    """Return {path: [its stamp, its state]} of what a job has noted, its parts too."""
+    """Return `inputs_of` the units of a job, as it has noted them, or its parts."""
     found: dict[str, list[str]] = {}
     for path in sorted(Path(out).glob(RECORDS)):
         with naming(path):
             found |= json.loads(path.read_bytes())
     return found
+
+
+def write_inputs(out: Path, units: Units, part: Part) -> None:
+    name = f".inputs-{part[0]}-of-{part[1]}.json" if part else ".inputs.json"
+    write_atomic(out / name, json.dumps(inputs_of(units, part), indent=0))

@@ -21,14 +21,14 @@ import xxhash
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, still_at_work
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.splitmix import mix64
 from deberta_ds.corpus.documents import Extent, ReadOptions
 from deberta_ds.corpus.encode import Cleaner, CleanOptions
 from deberta_ds.corpus.identity import check_unchanged, extents_of
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.corpus.units import FORK, still_at_work
+from deberta_ds.corpus.units import FORK
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer, normalization
 from deberta_ds.tokenizer.files import FORMS, JSON, OTHER_MODELS, SPM

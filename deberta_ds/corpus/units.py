@@ -19,30 +19,34 @@ import platform
 import re
 import shutil
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError, listed, tell
+from deberta_ds.base.errors import UserError, listed, still_at_work, tell
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import parse_json
 from deberta_ds.cluster import process
 from deberta_ds.corpus.documents import Extent
-from deberta_ds.corpus.identity import RECORDS, Part, extents_of, read_inputs
+from deberta_ds.corpus.identity import (
+    RECORDS,
+    Part,
+    digest_of,
+    inputs_of,
+    read_inputs,
+    write_inputs,
+)
 
 PLAN = ".job.json"
 MARKERS = ".units"
 LOCK = ".lock"
-_SAY_SECONDS = 10.0
 _TEMPORARY = ".*.tmp"  # what files.atomic_path writes first
 _OWN = (PLAN, f"{LOCK}*", RECORDS, _TEMPORARY)
 _NAME = re.compile("[0-9a-f]{32}(?![0-9a-f])")  # begins the names of what a unit of inputs writes
@@ -60,12 +64,12 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
     """Context in which this process alone (or the parts of an array together) works in `directory`;
     yields whether the job is done.
 
-    `description` is JSON of all that decides the output, but for the inputs, which `units` names
-    (`identified`); `finished` is the file that is written last. UserError if the directory holds
-    another job's output, or if another process is at work in it. Temporary files of a killed run
-    are removed at the start, markers (but of `units`) at the end. What a job of another description
-    left is taken for a first try that ended on an error if it finished no file here and `beside`,
-    where the markers of a job in two directories lie.
+    `description` is JSON of all that decides the output but the inputs, which the names of `units`
+    do; `finished` is the file that is written last. UserError if the directory holds another job's
+    output, or another process is at work in it. Temporary files of a killed run are removed at the
+    start, markers (but of `units`) at the end. What another job left is taken for a first try that
+    ended on an error if no file is finished here and `beside`, where the markers of a job in two
+    directories lie.
     """
     directory, home = Path(directory), Path(beside or directory)
     if units is not None and not part:  # which does not know the contents of all inputs
@@ -94,37 +98,26 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
                     write_plan(directory, description)
                 (directory / MARKERS).mkdir(exist_ok=True)
                 if units and directory == home:
-                    name = f".inputs-{part[0]}-of-{part[1]}.json" if part else ".inputs.json"
-                    write_atomic(home / name, json.dumps(_inputs_of(units, part), indent=0))
+                    write_inputs(home, units, part)
         yield is_done
         if not part and not units:
             shutil.rmtree(directory / MARKERS, ignore_errors=True)
 
 
-def digest_of(units: Iterable[str]) -> str:
-    """Return what names all units of inputs together, as a name of one does."""
-    return xxhash.xxh3_128_hexdigest("\n".join(units).encode())
-
-
-def _inputs_of(units: dict[str, list[Extent]], part: Part = None) -> dict[str, list[str]]:
-    return {extent.path: [extent.stamp, extent.state]
-            for extent in extents_of(units.values(), part)}
-
-
 def _renew(directory: Path, home: Path, units: dict[str, list[Extent]], finished: str) -> None:
-    """Make ready for units of inputs that have changed, and say so; UserError if no input is known,
-    or nothing but the units has changed.
+    """Make ready for units of inputs that have changed, and say so; UserError if all have, or if
+    they are only divided in another way.
     """
-    digest, before, now = digest_of(units), read_inputs(home), _inputs_of(units)
+    digest, before, now = digest_of(units), read_inputs(home), inputs_of(units)
     if _plan_of(directory).get("units", digest) != digest and _is_begun(home):
         changed = [path for path in before | now
                    if before.get(path, [""])[-1] != now.get(path, [""])[-1]]
         if not before.keys() & now.keys() or not changed:
             raise UserError(_OTHERS.format(directory, directory / PLAN))
         if directory == home:
-            kept = {path.stem for path in (home / MARKERS).glob("*.json")}.intersection(units)
-            tell(f"note: {directory}: other inputs than before ({listed(changed)}); of "
-                 f"{len(units):,} units, {len(units) - len(kept):,} have to be done")
+            missing = sum(not (home / MARKERS / f"{name}.json").exists() for name in units)
+            tell(f"note: {directory}: other inputs than before ({listed(changed)}); "
+                 f"{missing:,} of {len(units):,} units have to be done")
         (directory / finished).unlink(missing_ok=True)
     for path in list(directory.rglob("*")):  # of units that are no more
         if _NAME.match(path.name) and path.name[:32] not in units and path.name[:32] != digest:
@@ -240,13 +233,8 @@ def run_units(directory: str | Path, function: Callable[..., dict], units: dict[
                     if name not in finished)
     bar = tqdm(total=len(mine), initial=len(mine) - len(missing), desc=label, unit="unit",
                disable=None, dynamic_ncols=True, smoothing=0)
-    def progress() -> str:
-        if not bar.disable:
-            bar.refresh()
-            return ""
-        return f"{label}: {len(mine) - len(missing):,} of {len(mine):,} units begun"
-
-    with bar, no_space_as_user_error(directory), still_at_work(progress):
+    with bar, no_space_as_user_error(directory), still_at_work(
+            lambda: f"{label}: {len(mine) - len(missing):,} of {len(mine):,} units begun"):
         if under_mpi():
             _run_mpi(missing, bar)
         elif workers > 1 and len(missing) > 1:
@@ -258,25 +246,6 @@ def run_units(directory: str | Path, function: Callable[..., dict], units: dict[
     if part:
         return None
     return [keep(json.loads((markers / f"{name}.json").read_bytes())) for name in units]
-
-
-@contextmanager
-def still_at_work(say: Callable[[], str]) -> Iterator[None]:
-    """Context in which `say`, and since when, is printed every ten seconds (not if it is "")."""
-    began, ended = time.monotonic(), threading.Event()
-
-    def tick() -> None:
-        while not ended.wait(_SAY_SECONDS):
-            if text := say():
-                tell(f"{text}, {time.monotonic() - began:.0f} s")
-
-    thread = threading.Thread(target=tick, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:

@@ -94,8 +94,6 @@ def test_findings_of_other_options_inputs_or_states_are_refused(tmp_path):
     (tmp_path / "found" / "places.npy").write_bytes(b"")
     with pytest.raises(UserError, match="places.npy: 0 bytes"):
         tokenized("found")
-    with pytest.raises(UserError, match="named twice"):
-        find_duplicates(both + both, tmp_path / "found3", read=READ)
 
 
 def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
