@@ -29,8 +29,12 @@ def main() -> int:
     from deberta_ds.corpus.pack import verify_corpus
     from deberta_ds.tokenizer import Tokenizer
 
-    corpora = [path for path in args.inputs if os.path.isdir(f"{path}/tokens") or os.path.exists(
-        f"{path}/manifest.json") or ("://" in path and "*" not in path and not input_kind(path))]
+    def is_corpus(path: str) -> bool:
+        names = os.listdir(path) if os.path.isdir(path) else ["a file"]
+        return not names or ".job.json" in names or "manifest.json" in names or (
+            "://" in path and "*" not in path and input_kind(path) is None)
+
+    corpora = list(filter(is_corpus, args.inputs))
     made_with = Tokenizer(args.tokenizer).sha256 if args.tokenizer else ""
     for path in corpora:
         with still_at_work(lambda name=path: f"{name}: reading"):

@@ -4,9 +4,10 @@ import bisect
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache, partial
@@ -33,7 +34,7 @@ from deberta_ds.corpus.filter_rules import FilterRules
 from deberta_ds.corpus.filters import Tally, describe, filters_of, write_report
 from deberta_ds.corpus.findings import Findings
 from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
-from deberta_ds.corpus.origins import DIRECTORY, OriginWriter, origins_path, write_origins_manifest
+from deberta_ds.corpus.origins import DIRECTORY, OriginWriter, write_origins_manifest
 from deberta_ds.corpus.readers import joined, read_unit
 from deberta_ds.corpus.units import MARKERS, job, run_units
 from deberta_ds.data.shards import (
@@ -49,6 +50,7 @@ from deberta_ds.tokenizer import Tokenizer, unknown_pieces
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
 SHARD_TOKENS = 1 << 27
+FOLDERS = {"tokens": ".npy", "ends": ".npy", DIRECTORY: ".parquet"}
 JOB_VERSION = 3
 
 
@@ -84,13 +86,12 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
                                             beside=Path(out), units=units))
                     for target in reversed(targets)]
         if not all(finished):
-            work = [f"{target}/{MARKERS}" for target in targets]
+            work = [f"{out}/{MARKERS}/{side}" for side in range(len(targets))]
             jobs = {name: (name, unit, work, str(tokenizer.path), read, clean, share,
                            list(leave_out), filters) for name, unit in units.items()}
             total = Tally(filters.examples) if filters else None
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
-                                part=part, keep=partial(_without_tally, total=total),
-                                is_whole=partial(_has_files, targets=work))
+                                part=part, keep=partial(_without_tally, total=total))
             if results is None:
                 return {}
             problems = [line for result in results for line in result["problems"]]
@@ -100,7 +101,7 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
             check_unchanged(extents_of(units.values()))
             if filters and total:
                 write_report(out, filters, total, bad_files_of(planned))
-            results = _publish(results, units, targets)
+            results = _publish(results, work, targets)
             _write_manifests(results, targets, tokenizer, bad_files_of(planned))
             _say_unknown(results)
     return {target: read_manifest(target)[0] for target in targets}
@@ -115,30 +116,21 @@ def _say_unknown(results: list[dict]) -> None:
         print(f"warning: {lost}; train a tokenizer on text like this", file=sys.stderr, flush=True)
 
 
-def _has_files(result: dict, targets: list[str]) -> bool:
-    """Return whether all that a unit wrote is still there; corpora may have been removed since."""
-    sizes = {}
-    for number, target in enumerate(targets):
-        for shard in result["shards"][number]:
-            sizes[Path(target, "tokens", f"{shard['name']}.npy")] = shard["bytes"]
-            sizes[Path(target, "ends", f"{shard['name']}.npy")] = shard["ends_bytes"]
-        for name, (size, _) in result["origins"][number].items():
-            sizes[origins_path(target, name)] = size
-    return all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
-
-
-def _publish(results: list[dict], units: Iterable[str], targets: list[str]) -> list[dict]:
+def _publish(results: list[dict], work: list[str], targets: list[str]) -> list[dict]:
     """Link what the units have written to where it belongs, under names that begin with the number
     of the unit; return the results with these names.
     """
-    numbers = {name: f"{number:05d}" for number, name in enumerate(units)}
-    for target, folder in itertools.product(targets, ("tokens", "ends", DIRECTORY)):
+    for target, folder in itertools.product(targets, FOLDERS):
         shutil.rmtree(Path(target, folder), ignore_errors=True)
-        for path in Path(target, MARKERS, folder).glob("*-*"):
-            unit, dash, rest = path.name.partition("-")
-            link(path, Path(target, folder, numbers[unit] + dash + rest))
-    return [json.loads(json.dumps(result).replace(f'"{unit}-', f'"{number}-'))
-            for result, (unit, number) in zip(results, numbers.items(), strict=True)]
+    renamed = []
+    for number, result in enumerate(results):
+        for side, shards in enumerate(result["shards"]):
+            for (folder, suffix), shard in itertools.product(FOLDERS.items(), shards):
+                name = f"{number:05d}-{shard['name'].partition('-')[2]}{suffix}"
+                link(Path(work[side], folder, shard["name"] + suffix),
+                     Path(targets[side], folder, name))
+        renamed.append(json.loads(re.sub('"[0-9a-f]{32}-', f'"{number:05d}-', json.dumps(result))))
+    return renamed
 
 
 def _without_tally(result: dict, total: Tally | None) -> dict:

@@ -208,27 +208,18 @@ def _take_lock(path: Path, kind: int) -> int:
 
 def run_units(directory: str | Path, function: Callable[..., dict], units: dict[str, tuple], *,
               workers: int, label: str, part: Part = None,
-              keep: Callable[[dict], Any] = lambda result: result,
-              is_whole: Callable[[dict], bool] | None = None) -> list | None:
+              keep: Callable[[dict], Any] = lambda result: result) -> list | None:
     """Return `keep(function(*units[name]))` for each name, in the order of `units`; None for a
     part, of which only its units are done.
 
     `function` must be importable, write its files atomically, and return a JSON-able dict. `keep`
-    takes from it what adds up: only what it returns stays in memory of all units at once. A
-    finished unit is kept if `is_whole(result)`, as where its files are still there.
+    takes from it what adds up: only what it returns stays in memory of all units at once.
     """
     directory = Path(directory)
     markers = directory / MARKERS
     finished = {path.stem for path in markers.glob("*.json")}
     first, step = (part[0] - 1, part[1]) if part else (0, 1)
     mine = list(units.items())[first::step]
-    if is_whole:
-        lost = [name for name, _ in mine if name in finished
-                and not is_whole(json.loads((markers / f"{name}.json").read_bytes()))]
-        if lost:
-            print(f"note: {directory}: files of {len(lost):,} finished units are gone or changed; "
-                  "made again", file=sys.stderr, flush=True)
-            finished.difference_update(lost)
     missing = deque((markers, name, function, args) for name, args in mine
                     if name not in finished)
     bar = tqdm(total=len(mine), initial=len(mine) - len(missing), desc=label, unit="unit",
