@@ -81,7 +81,7 @@ def plan(args: argparse.Namespace, read: "ReadOptions") -> list:
 
     bad, most = {}, args.skip_bad_files
     if most:
-        bad, _ = damaged_files(args.inputs, read, args.workers, getattr(args, "max_bad", 0))
+        bad = damaged_files(args.inputs, read, args.workers, getattr(args, "max_bad", 0))
         for why in bad.values():
             tell(f"bad file: {why}")
         if len(bad) > most:

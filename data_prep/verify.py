@@ -43,9 +43,8 @@ def main() -> int:
     inputs = [path for path in args.inputs if path not in corpora]
     if not inputs:
         return 0
-    bad, count = damaged_files(inputs, read_options(args), args.workers)
-    print(*bad.values(), sep="\n", end="\n" if bad else "")
-    print(f"{counted(count, 'document')} read, {counted(len(bad), 'bad file')}")
+    bad = damaged_files(inputs, read_options(args), args.workers)
+    print(*bad.values(), counted(len(bad), "bad file"), sep="\n")
     return 2 if bad else 0
 
 

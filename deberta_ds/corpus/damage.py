@@ -18,36 +18,31 @@ _HUGE_BYTES = 1 << 22
 
 
 def damaged_files(inputs: list[str], read: ReadOptions, workers: int, max_bad: int = 0
-                 ) -> tuple[dict[str, str], int]:
-    """Return ({file: its name and why it is not whole}, documents read) of inputs.
+                 ) -> dict[str, str]:
+    """Return {file: its name and why it is not whole} of inputs.
 
     A file with a document that cannot be read is not whole, but with `max_bad` > 0, which leaves
     such documents out one by one.
     """
     extents = [extent for extent, _ in whole_inputs(inputs, read)]
-    found: list[tuple[int, str]] = []
+    found: list[str] = []
     with ProcessPoolExecutor(workers, FORK) as pool, still_at_work(
             lambda: f"read {len(found):,} of {len(extents):,} files"):
-        for one in pool.map(partial(_look, read=read, max_bad=max_bad), extents):
-            found.append(one)
-    bad = {extent.path: why for extent, (_, why) in zip(extents, found, strict=True) if why}
-    return bad, sum(count for count, _ in found)
+        found.extend(pool.map(partial(_why_bad, read=read, max_bad=max_bad), extents))
+    return {extent.path: why for extent, why in zip(extents, found, strict=True) if why}
 
 
-def _look(extent: Extent, read: ReadOptions, max_bad: int) -> tuple[int, str]:
-    """Return (how many documents a file holds, what is wrong with it or "")."""
-    cleaner, count = Cleaner(CleanOptions(max_bad=sys.maxsize), is_read=True), 0
+def _why_bad(extent: Extent, read: ReadOptions, max_bad: int) -> str:
+    cleaner = Cleaner(CleanOptions(max_bad=sys.maxsize), is_read=True)
     try:
         with naming(extent.path):
             parts = [part for part, _ in split(extent, extent.end, sys.maxsize, read)]
         for documents in batches(read_unit(parts, read)):
-            count += len(documents)
             cleaner.texts(documents)
     except UserError as error:
-        return count, str(error)
-    bad = cleaner.counts["bad"]
-    is_bad = bad and not max_bad
-    return count, f"{cleaner.problems[0]} ({counted(bad, 'bad document')})" if is_bad else ""
+        return str(error)
+    count = 0 if max_bad else cleaner.counts["bad"]
+    return f"{cleaner.problems[0]} ({counted(count, 'bad document')})" if count else ""
 
 
 def refuse_huge(units: list[list[Extent]]) -> None:

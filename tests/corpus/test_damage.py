@@ -134,11 +134,11 @@ def test_all_damaged_files_are_named_in_one_pass(tmp_path):
         (tmp_path / f"cut-{name}").write_bytes(data[: len(data) * 2 // 3])
         (tmp_path / f"flipped-{name}").write_bytes(
             data[:700] + bytes(byte ^ 0x55 for byte in data[700:800]) + data[800:])
-    bad, count = damaged_files([str(tmp_path)], READ, 2)
+    bad = damaged_files([str(tmp_path)], READ, 2)
     assert {os.path.basename(path) for path in bad} >= {f"cut-{name}" for name in whole}
     assert {os.path.basename(path) for path in bad} >= {
         f"flipped-{name}" for name in whole if name not in ("a.arrow", "a.parquet")}
-    assert not {str(tmp_path / name) for name in whole} & bad.keys() and count > 320
+    assert not {str(tmp_path / name) for name in whole} & bad.keys()
     assert all(why.startswith(path) for path, why in bad.items())
 
 
