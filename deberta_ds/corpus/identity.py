@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from deberta_ds.base.errors import UserError, naming, still_at_work
-from deberta_ds.base.files import write_atomic, xxh3
+from deberta_ds.base.files import xxh3
 from deberta_ds.corpus.documents import BAD, Extent, stamp_of
 
 Part = tuple[int, int] | None  # (i, n): units i, i + n, ... of n parts; None: all, and the end
@@ -77,8 +77,3 @@ def read_inputs(out: str | Path) -> dict[str, list[str]]:
         with naming(path):
             found |= json.loads(path.read_bytes())
     return found
-
-
-def write_inputs(out: Path, units: Units, part: Part) -> None:
-    name = f".inputs-{part[0]}-of-{part[1]}.json" if part else ".inputs.json"
-    write_atomic(out / name, json.dumps(inputs_of(units, part), indent=0))

@@ -14,12 +14,7 @@ import orjson
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.corpus.documents import BAD, Document, Extent, ReadOptions
 from deberta_ds.corpus.identity import check_unchanged
-from deberta_ds.corpus.inputs import (
-    COMPRESSED_SUFFIXES,
-    is_json_list,
-    open_bytes,
-    open_stream,
-)
+from deberta_ds.corpus.inputs import COMPRESSED_SUFFIXES, is_json_list, open_bytes, open_stream
 from deberta_ds.corpus.tables import Row, check_columns, read_rows
 from deberta_ds.corpus.warc import read_records
 

@@ -34,15 +34,7 @@ from deberta_ds.base.errors import UserError, listed, still_at_work, tell
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import parse_json
 from deberta_ds.cluster import process
-from deberta_ds.corpus.documents import Extent
-from deberta_ds.corpus.identity import (
-    RECORDS,
-    Part,
-    digest_of,
-    inputs_of,
-    read_inputs,
-    write_inputs,
-)
+from deberta_ds.corpus.identity import RECORDS, Part, Units, digest_of, inputs_of, read_inputs
 
 PLAN = ".job.json"
 MARKERS = ".units"
@@ -59,8 +51,7 @@ FORK = multiprocessing.get_context("fork")
 
 @contextmanager
 def job(directory: str | Path, description: dict, *, finished: str, part: Part = None,
-        beside: Path | None = None, units: dict[str, list[Extent]] | None = None
-        ) -> Iterator[bool]:
+        beside: Path | None = None, units: Units | None = None) -> Iterator[bool]:
     """Context in which this process alone (or the parts of an array together) works in `directory`;
     yields whether the job is done.
 
@@ -98,13 +89,14 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
                     write_plan(directory, description)
                 (directory / MARKERS).mkdir(exist_ok=True)
                 if units and directory == home:
-                    write_inputs(home, units, part)
+                    name = f".inputs-{part[0]}-of-{part[1]}.json" if part else ".inputs.json"
+                    write_atomic(home / name, json.dumps(inputs_of(units, part), indent=0))
         yield is_done
         if not part and not units:
             shutil.rmtree(directory / MARKERS, ignore_errors=True)
 
 
-def _renew(directory: Path, home: Path, units: dict[str, list[Extent]], finished: str) -> None:
+def _renew(directory: Path, home: Path, units: Units, finished: str) -> None:
     """Make ready for units of inputs that have changed, and say so; UserError if all have, or if
     they are only divided in another way.
     """
