@@ -29,8 +29,8 @@ from deberta_ds.checkpoint import (
 from deberta_ds.checkpoint.run_record import RunRecord  # noqa: E402
 from deberta_ds.config import run_config  # noqa: E402
 from deberta_ds.engine import engine  # noqa: E402
-from deberta_ds.train.setup import batches_of, join_group, open_run  # noqa: E402
-from deberta_ds.train.step import train_step  # noqa: E402
+from deberta_ds.training.setup import batches_of, join_group, open_run  # noqa: E402
+from deberta_ds.training.step import train_step  # noqa: E402
 
 SIZES = {
     "22M": {"hidden_size": 384, "num_layers": 8, "num_heads": 6, "intermediate_size": 1536,

@@ -67,11 +67,11 @@ def main() -> None:
 
 def job_of(name: str, options):
     """Return (job, train features, val features) of a task in our own terms."""
-    from deberta_ds.finetune.job import Job
-    from deberta_ds.finetune.models import open_start
-    from deberta_ds.finetune.readers import read_split
-    from deberta_ds.finetune.settings import load, resolve
-    from deberta_ds.finetune.tasks import TASK_NAMES, task_named
+    from deberta_ds.finetuning.job import Job
+    from deberta_ds.finetuning.models import open_start
+    from deberta_ds.finetuning.readers import read_split
+    from deberta_ds.finetuning.settings import load, resolve
+    from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
 
     task = task_named(name)
     given = [f"--all.{key}={getattr(options, key)}" for key in
@@ -89,8 +89,8 @@ def job_of(name: str, options):
 def run_ours(job, train) -> dict:
     from deberta_ds.engine.engine import init_distributed, set_learning_rate
     from deberta_ds.engine.optim import learning_rate
-    from deberta_ds.finetune import loop
-    from deberta_ds.train.step import train_step
+    from deberta_ds.finetuning import loop
+    from deberta_ds.training.step import train_step
 
     init_distributed()  # not before the Trainer's runs: it would wrap the model for many ranks
     settings, seed = job.settings, job.seed

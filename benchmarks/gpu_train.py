@@ -60,7 +60,7 @@ def profile(out: Path, options: list[str]) -> int:
     sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
     import pretrain
 
-    from deberta_ds.train import loop
+    from deberta_ds.training import loop
 
     chosen = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():

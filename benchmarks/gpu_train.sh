@@ -63,12 +63,13 @@ if [ "$half" = 2 ]; then
       --deepspeed_config "ds_configs/$kind.json" --train.stop_after=4
   done
   part 100 "4 steps without Triton kernels" "$python" launch/pretrain.py "${settings[@]}" \
-    "--out_dir=$work/tiled" --train.stop_after=4 --model.attention=tiled \
+    "--out_dir=$work/dense" --train.stop_after=4 --model.attention=dense \
     --model.cross_entropy=chunked --train.micro_batch_size=2 --train.global_batch_size=4
   finish
   exit
 fi
-part 100 "a step with checkpointed layers, kernels not yet checked" env "XDG_CACHE_HOME=$work/cache" \
+mkdir -p "$work/node"
+part 100 "a step with checkpointed layers, kernels not yet checked" env "TMPDIR=$work/node" \
   "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/checkpointed" --train.stop_after=2 \
   --train.activation_checkpointing=full
 part 95 "30 steps" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/whole"

@@ -82,6 +82,8 @@ def ours(mode: str, explicit_columns: bool = False) -> Callable[[Problem], Calla
     def build(problem: Problem) -> Callable[[], Tensor]:
         if mode == "fused":
             _needs("triton", problem)
+        if mode == "tiled" and problem.device.type == "cuda":
+            raise UnavailableError("is for CPUs")
         batch, _, length, _ = problem.q_BHLD.shape
         segments = torch.ones(batch, length, dtype=torch.int32, device=problem.device)
         columns = torch.arange(length, device=problem.device).expand(batch, length)
@@ -258,6 +260,7 @@ BUILDERS: dict[str, Callable[[Problem], Callable[[], Tensor]]] = {
     "disentangled-flash 1.1.1": disentangled_flash,
     "ours, reference": ours("reference"),
     "ours, tiled": ours("tiled"),
+    "ours, dense": ours("dense"),
     "ours, fused, gathering": ours("fused", explicit_columns=True),
     "ours, fused": ours("fused"),
 }

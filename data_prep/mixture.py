@@ -80,12 +80,10 @@ def _read_stage(directory: str) -> "Stage":
 
 def source_lines(source: "SourceConfig", weight: float) -> list[str]:
     """Return the TOML lines of a source, without those that are defaults."""
-    from deberta_ds.data.mixture import WHOLE
-
     lines = [f"path = {json.dumps(source.path, ensure_ascii=False)}", f"weight = {weight:.9g}"]
     lines += [f"first_sequence = {source.first_sequence}"] if source.first_sequence else []
     lines += [f"order = {list(source.order)}"] if source.order else []
-    lines += [f"part = {list(source.part)}"] if source.part != WHOLE else []
+    lines += [f"part = {list(source.part)}"] if source.part != (0.0, 1.0) else []
     return lines
 
 

@@ -10,7 +10,7 @@ from deberta_ds.config.objective import MASK_DEFAULTS
 from deberta_ds.config.options import Option, options_of, shown_default
 from deberta_ds.config.run_config import run_options
 from deberta_ds.corpus.filter_rules import FilterRules
-from deberta_ds.finetune.settings import Settings
+from deberta_ds.finetuning.settings import Settings
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Every option

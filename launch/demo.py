@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.command_line import fill, parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import format_count, format_duration
@@ -78,11 +78,11 @@ class Demo:
 
 def _environment() -> dict[str, str]:
     """The environment of every command: quiet on machines without a GPU, no model hub."""
-    import torch
+    from deberta_ds.cluster.driver import count_gpus
 
     extra = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
              "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    if not torch.cuda.is_available():
+    if not count_gpus():
         extra |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return os.environ | extra
 
@@ -95,10 +95,10 @@ def main() -> None:
                         help="seed of the weights, the sequence order and the masks (default: 0)")
     options = parser.parse_args()
 
-    import torch
+    from deberta_ds.cluster.driver import count_gpus
 
     started = time.monotonic()
-    gpus = gpus_taken(torch.cuda.device_count())
+    gpus = gpus_taken(count_gpus())
     launcher = ("deepspeed", f"--num_gpus={gpus or MOST_RANKS}")
     ds_config = deepspeed_config(gpus)
     demo = Demo()
@@ -212,14 +212,10 @@ def fine_tune(demo: Demo, launcher: tuple[str, ...]) -> None:
 
 def print_summary(rows: list[Row]) -> None:
     """Print the table of what was done."""
-    table = [[row.stage, row.what, row.result, format_duration(row.seconds) if row.seconds else ""]
-             for row in rows]
-    widths = [max(len(cells[i]) for cells in table) for i in range(4)]
-    rule = "  ".join("-" * width for width in widths)
-    print(f"\n{rule}")
-    for cells in table:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)))
-    print(rule)
+    print()
+    for row in rows:
+        seconds = format_duration(row.seconds) if row.seconds else ""
+        print(fill(f"{row.stage:<13} {seconds:>7}  {row.what}: {row.result}", 79, hanging=23))
 
 
 if __name__ == "__main__":

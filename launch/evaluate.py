@@ -36,7 +36,7 @@ def main() -> None:
     from deberta_ds.evaluate.held_out import evaluate
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.tokenizer import Tokenizer
-    from deberta_ds.train.setup import EVAL_SEED
+    from deberta_ds.training.setup import EVAL_SEED
 
     state, run = find.load_whole_state(options.run)
     corpora = dict(zip(options.data, options.data, strict=True)) if options.data \

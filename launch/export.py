@@ -35,14 +35,14 @@ def main() -> None:
     if arguments.private and not arguments.push:
         parser.error("--private is for --push")
 
-    from deberta_ds.release.convert import convert, seal
+    from deberta_ds.api.jobs import export
     from deberta_ds.release.hf import check_repository, push
-    from deberta_ds.report.model_card import write_card
+    from deberta_ds.report.model_card import CARD
 
     if arguments.push:
         check_repository(arguments.push)
-    summary = convert(arguments.run, arguments.out, "hf", tokenizer=arguments.tokenizer,
-                      onnx=arguments.onnx)
+    summary = export(arguments.run, arguments.out, tokenizer=arguments.tokenizer,
+                     onnx=arguments.onnx, repository=arguments.push or "")
     for note in summary.notes:
         if not note.startswith(("main: kept", "generator: kept", "copied")):
             print(f"  {note}")
@@ -50,13 +50,10 @@ def main() -> None:
     print(f"  kept aside: {aside} tensors that transformers' classes have no place for")
     for line in summary.findings():
         print(f"  {line}")
-    try:
-        card = write_card(arguments.run, Path(arguments.out), summary, arguments.push or "")
-    finally:
-        seal(Path(arguments.out))
-    print(f"exported {arguments.run} to {arguments.out}; model card: {card}")
+    out = Path(arguments.out)
+    print(f"exported {arguments.run} to {out}; model card: {out / CARD}")
     if arguments.push:
-        print(f"pushed to {push(Path(arguments.out), arguments.push, arguments.private)}")
+        print(f"pushed to {push(out, arguments.push, arguments.private)}")
 
 
 if __name__ == "__main__":

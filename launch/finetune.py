@@ -19,7 +19,7 @@ def main() -> None:
     from deberta_ds.cluster.launcher import check_environment
 
     check_environment(os.environ)
-    from deberta_ds.finetune import options
+    from deberta_ds.finetuning import options
 
     parser = parser_for(__doc__)
     parser.add_argument("--task", required=True,
@@ -31,20 +31,14 @@ def main() -> None:
     options.add_options(parser)
     given, overrides = parser.parse_known_args()  # settings: --TASK.KEY=VALUE
 
-    from deberta_ds.cluster import dist  # heavy imports after the options are known good
-    from deberta_ds.finetune import sweep
-    from deberta_ds.report import run_pages
+    from deberta_ds.api.jobs import finetune  # heavy imports after the options are known good
+    from deberta_ds.cluster import dist
 
-    task = options.open_task(given.task)
-    init_from = {task.name: given.init_from} if given.init_from else {}
-    plan = options.build_sweep(given, overrides, (task,), init_from, not given.no_save_model,
-                               show_scores=True)
-    results = sweep.run_all(plan)
-    summary = sweep.summarize(plan.tasks, results)
-    options.say("\n" + sweep.table(summary))
-    if dist.is_main():
-        whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
-        print(run_pages.write_results(given.out, whole))
+    values = vars(given)
+    task, init_from, unsaved = (values.pop(name) for name in ("task", "init_from", "no_save_model"))
+    opened = options.open_task(task)
+    finetune([opened], settings=overrides, init_from={opened.name: init_from} if init_from else {},
+             save_models=not unsaved, show_scores=True, **values)
     dist.destroy()
 
 

@@ -68,13 +68,13 @@ def main() -> None:
     scored = dist.together(lambda: pair_scores.score_pairs(model, pairs, options.scoring))
     result = pair_scores.describe(scored, pairs, options.model, options.data)
     if dist.is_main():
-        beside = pair_scores.published_scores(pair_scores.phenomena_of(result))
-        print(pair_scores.table(result, beside))
+        published = pair_scores.published_scores(pair_scores.phenomena_of(result))
+        print(pair_scores.table(result, published))
         if options.out:
             path = options.out / "minimal_pairs.json"
             write_atomic(path, json.dumps(result, indent=1) + "\n")
             page = path.with_suffix(".html")
-            write_atomic(page, pairs_page(result, pair_scores.SCORERS, beside))
+            write_atomic(page, pairs_page(result, pair_scores.SCORERS, published))
             print(f"written: {path}, {page}")
     dist.destroy()
 

@@ -41,8 +41,8 @@ def main() -> None:
 
     from deberta_ds.cluster import dist
     from deberta_ds.engine.engine import init_distributed
-    from deberta_ds.finetune.directory import find_finetuned, load_finetuned
-    from deberta_ds.finetune.predict_file import predict_file
+    from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
+    from deberta_ds.finetuning.predict_file import predict_file
 
     saved = load_finetuned(find_finetuned(given.model))
     if given.truncation:

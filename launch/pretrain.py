@@ -46,7 +46,7 @@ def main() -> int:
     ds_values = ds_config.load(options.deepspeed_config)
 
     from deberta_ds.cluster import dist  # heavy imports only after the configs are known to be good
-    from deberta_ds.train import loop, rehearsal
+    from deberta_ds.training import loop, rehearsal
 
     place = f"{Path(options.config)} with {Path(options.deepspeed_config)}"
     code = 0

@@ -14,7 +14,7 @@ from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly, naming
 
 if TYPE_CHECKING:
-    from deberta_ds.finetune.tasks import Task
+    from deberta_ds.finetuning.tasks import Task
 
 
 def main() -> None:
@@ -31,9 +31,9 @@ def main() -> None:
                         help="accept test files that are samples, not the official ones")
     args = parser.parse_args()
 
-    from deberta_ds.finetune import submission
-    from deberta_ds.finetune.readers import read_split
-    from deberta_ds.finetune.tasks import SUITES
+    from deberta_ds.finetuning import submission
+    from deberta_ds.finetuning.readers import read_split
+    from deberta_ds.finetuning.tasks import SUITES
 
     if bool(args.check) == bool(args.zip and args.run):
         raise UserError("pass either --check ZIP, or --run DIR and --zip ZIP")
@@ -43,20 +43,17 @@ def main() -> None:
         raise UserError(f"--leave_out: no task is called {', '.join(sorted(unknown))}")
     tests = {task.name: read_split(task, args.data, "test", any_size=args.any_size).examples
              for task in tasks if task.name not in args.leave_out}
-    write_zip, check_zip = submission.write_zip, submission.check_zip
-    if args.suite == "GLUE":
-        write_zip, check_zip = submission.write_glue_zip, submission.check_glue_zip
     if args.check:
-        check_zip(args.check, tests, args.leave_out)
+        submission.check_zip(args.check, tests, args.leave_out, args.suite)
         print(f"{args.check}: {len(tests)} files, all as the leaderboard wants them")
         return
     files = {task.name: prediction_file(Path(args.run), task) for task in tasks}
     found = {name: file for name, file in files.items() if file and name not in args.leave_out}
     missing = [name for name, file in files.items() if file is None or name in args.leave_out]
     submission.refuse_partial(missing, args.leave_out, args.run)
-    write_zip(args.zip, {name: text_of(file) for name, file in found.items()}, tests,
-              args.leave_out, found)
-    check_zip(args.zip, tests, args.leave_out)
+    submission.write_zip(args.zip, {name: text_of(file) for name, file in found.items()}, tests,
+                         args.leave_out, found, args.suite)
+    submission.check_zip(args.zip, tests, args.leave_out, args.suite)
     for name, file in found.items():
         print(f"  {name:<8} from {file}")
     print(f"wrote {args.zip}: {len(found)} files, checked")

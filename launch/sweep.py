@@ -20,7 +20,7 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
     from deberta_ds.cluster.launcher import check_environment
 
     check_environment(os.environ)
-    from deberta_ds.finetune import options
+    from deberta_ds.finetuning import options
 
     parser = parser_for(about)
     if is_suite:
@@ -37,23 +37,19 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
     options.add_options(parser)
     given, overrides = parser.parse_known_args()  # settings: --TASK.KEY=VALUE
 
+    from deberta_ds.api.jobs import finetune  # heavy imports after the options are known good
     from deberta_ds.cluster import dist
-    from deberta_ds.finetune import sweep
-    from deberta_ds.finetune.tasks import SUITES
-    from deberta_ds.report import run_pages  # heavy imports after the options are known good
+    from deberta_ds.finetuning.tasks import SUITES
 
-    compare = read_results(given.compare) if given.compare else None
-    tasks = tuple(map(options.open_task, given.tasks))
-    tasks = tasks or tuple(task for task in SUITES[given.suite] if task.predicted_by is None)
-    init_from = pairs(given.init_from, [task.name for task in tasks])
-    plan = options.build_sweep(given, overrides, tasks, init_from, given.save_models)
-    results = sweep.run_all(plan)
-    summary = sweep.summarize(plan.tasks, results)
-    options.say("\n" + sweep.table(summary, compare))
-    if dist.is_main():
-        whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
-        beside = [given.compare] if given.compare else []
-        print(run_pages.write_results(given.out, whole, beside))
+    values = vars(given)
+    names, init_from, save_models, other = (
+        values.pop(name) for name in ("tasks", "init_from", "save_models", "compare"))
+    compare = read_results(other) if other else None
+    tasks = tuple(map(options.open_task, names))
+    suite = values.pop("suite", None)
+    tasks = tasks or tuple(task for task in SUITES[suite] if task.predicted_by is None)
+    finetune(tasks, settings=overrides, init_from=pairs(init_from, [task.name for task in tasks]),
+             save_models=save_models, compare=compare, compare_with=other, **values)
     dist.destroy()
 
 

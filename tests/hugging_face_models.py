@@ -42,7 +42,7 @@ def hugging_face(config, tensors):
     """Return the transformers model of `config` with our `tensors` of a backbone."""
     is_v1 = configs.is_v1_shape(config) and not config.key_bias
     values = configs.to_hugging_face(config, kind=configs.V1 if is_v1 else configs.V2, rest={})
-    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    theirs = names.to_theirs(tensors, config)
     if is_v1:
         theirs = names.pack_v1(theirs, config.num_heads)
         model = transformers.DebertaModel(transformers.DebertaConfig(**values))

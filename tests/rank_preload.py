@@ -8,7 +8,7 @@ import sklearn.metrics  # noqa: F401
 import torch
 import torch.utils.tensorboard  # noqa: F401
 
-import deberta_ds.train.loop  # noqa: F401
+import deberta_ds.training.loop  # noqa: F401
 from deberta_ds.model.backbone import on_meta
 
 layer = on_meta(torch.nn.Linear, 4, 4)

@@ -14,12 +14,12 @@ import sentencepiece
 import torch
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.finetune.directory import save_finetuned
-from deberta_ds.finetune.features import collate, encode
-from deberta_ds.finetune.models import Start, build_model
-from deberta_ds.finetune.readers import read_split
-from deberta_ds.finetune.settings import Settings
-from deberta_ds.finetune.tasks import task_named
+from deberta_ds.finetuning.directory import save_finetuned
+from deberta_ds.finetuning.features import collate, encode
+from deberta_ds.finetuning.models import Start, build_model
+from deberta_ds.finetuning.readers import read_split
+from deberta_ds.finetuning.settings import Settings
+from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.model.init import init_parameters
 from deberta_ds.tokenizer import Tokenizer
 

@@ -30,9 +30,9 @@ from deberta_ds.cluster import dist  # noqa: E402
 from deberta_ds.cluster.watchdog import TICKS, Watchdog  # noqa: E402
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine  # noqa: E402
-from deberta_ds.train.bad_steps import WINDOW, SpikeRule  # noqa: E402
-from deberta_ds.train.setup import batches_of, join_group, open_run  # noqa: E402
-from deberta_ds.train.step import count_over_ranks, seed_step, train_step  # noqa: E402
+from deberta_ds.training.bad_steps import WINDOW, SpikeRule  # noqa: E402
+from deberta_ds.training.setup import batches_of, join_group, open_run  # noqa: E402
+from deberta_ds.training.step import count_over_ranks, seed_step, train_step  # noqa: E402
 
 MODEL = {"hidden_size": 256, "num_layers": 6, "num_heads": 4, "intermediate_size": 1024}
 ROWS = 4  # of a rank, and 64 tokens a row

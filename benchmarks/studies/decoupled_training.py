@@ -29,7 +29,7 @@ from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.rtd import replace_targets
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.train.step import seed_step
+from deberta_ds.training.step import seed_step
 
 MODES = ("joint", "two_norms", "decoupled")
 SCORES = ("generator_loss", "generator_accuracy", "discriminator_loss", "discriminator_gain",

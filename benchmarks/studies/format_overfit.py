@@ -178,10 +178,10 @@ def main() -> None:
 def measure(name: str, scratch: Path) -> dict:
     """Return the score on the rows of a task after training on them."""
     from deberta_ds.engine.engine import init_distributed
-    from deberta_ds.finetune import settings, sweep
-    from deberta_ds.finetune.models import open_start
-    from deberta_ds.finetune.own import load_own_task
-    from deberta_ds.finetune.tasks import TASK_NAMES, task_named
+    from deberta_ds.finetuning import settings, sweep
+    from deberta_ds.finetuning.models import open_start
+    from deberta_ds.finetuning.own import load_own_task
+    from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
 
     data = scratch / name
     data.mkdir()

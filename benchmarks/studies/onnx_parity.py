@@ -20,11 +20,11 @@ from benchmarks.measure import RESULTS, interleaved_minimum, save
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.finetune import metrics
-from deberta_ds.finetune.directory import load_finetuned
-from deberta_ds.finetune.features import collate, encode
-from deberta_ds.finetune.readers import read_split
-from deberta_ds.finetune.run import finetuned_model
+from deberta_ds.finetuning import metrics
+from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.finetuning.features import collate, encode
+from deberta_ds.finetuning.readers import read_split
+from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release import onnx_files
@@ -89,10 +89,10 @@ def measure_family(preset: str, changes: dict, directory: Path, rounds: int) -> 
         entry = result["heads"][name] = {}
         for length in sorted({min(length, limit) for length in LENGTHS}):
             for precision, file in (("fp32", onnx_files.MODEL), ("int8", onnx_files.QUANTIZED)):
-                gap = onnx_files.compare(network, head, directory / file,
-                                         [batch(network, 2, length)])
+                largest, mean_square, _ = onnx_files.compare(network, head, directory / file,
+                                                             [batch(network, 2, length)])
                 entry.setdefault(precision, {})[str(length)] = (
-                    gap.largest if precision == "fp32" else gap.mean_square)
+                    largest if precision == "fp32" else mean_square)
         entry["bytes"] = {file: (directory / file).stat().st_size
                           for file in (onnx_files.MODEL, onnx_files.QUANTIZED)}
         if name == "discriminator":

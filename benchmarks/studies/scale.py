@@ -169,7 +169,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     from deberta_ds.cluster import dist
     from deberta_ds.config import run_config
     from deberta_ds.engine import engine
-    from deberta_ds.train import loop, saver, setup
+    from deberta_ds.training import loop, saver, setup
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())

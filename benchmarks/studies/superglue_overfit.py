@@ -20,10 +20,10 @@ from pathlib import Path
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.base.files import write_atomic
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.finetune.directory import save_finetuned
-from deberta_ds.finetune.models import Start, build_model
-from deberta_ds.finetune.settings import Settings
-from deberta_ds.finetune.tasks import task_named
+from deberta_ds.finetuning.directory import save_finetuned
+from deberta_ds.finetuning.models import Start, build_model
+from deberta_ds.finetuning.settings import Settings
+from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

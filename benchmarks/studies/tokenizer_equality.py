@@ -138,7 +138,7 @@ def main() -> None:
                      args.scratch / f"{name}-exported")}
         row = {"tokenizer": name, "kind": ours.kind, "size": ours.size}
         for group, texts in groups.items():
-            wanted = [ids.tolist() for ids in ours.encode_arrays(texts)]
+            wanted = [ours.encode_array(text).tolist() for text in texts]
             options = {"split_special_tokens": True} if group == "names" else {}
             for label, auto in autos.items():
                 row[f"{group}_{label}"] = differing(wanted, auto_ids(auto, texts, **options))

@@ -36,7 +36,7 @@ from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.text import normalise
-from deberta_ds.train.step import seed_step
+from deberta_ds.training.step import seed_step
 
 KINDS = ("unigram", "bpe", "byte_bpe", "wordpiece")
 READ = ReadOptions("match:(CHAPTER|Chapter) ")
@@ -87,11 +87,11 @@ def fertility(tokenizer: Tokenizer, source: Path) -> dict:
     seconds = float("inf")
     for _ in range(3):
         begin = time.process_time()
-        found = tokenizer.encode_arrays(texts)
+        found, lengths = tokenizer.encode_joined(texts)
         seconds = min(seconds, time.process_time() - begin)
     num_bytes, words = sum(len(text.encode()) for text in texts), sum(len(t.split()) for t in texts)
-    tokens = sum(map(len, found))
-    unknown = sum(int((ids == tokenizer.unk_id).sum()) for ids in found)
+    tokens = sum(lengths)
+    unknown = int((found == tokenizer.unk_id).sum())
     return {"tokens_a_word": tokens / words, "bytes_a_token": num_bytes / tokens,
             "mb_a_second": num_bytes / 1e6 / seconds, "unknown_share": unknown / tokens}
 

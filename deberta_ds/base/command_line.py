@@ -15,9 +15,9 @@ from typing import TypeVar
 
 N = TypeVar("N", int, float)
 
-# What comes with the program beside its modules: scripts, recipes, DeepSpeed configurations.
+# What comes with the program next to its modules: scripts, recipes, DeepSpeed configurations.
 #
-# In a clone they lie beside the package, in an installation inside it (setup.py). A path that does
+# In a clone they lie next to the package, in an installation inside it (setup.py). A path that does
 # not exist in the working directory is looked for here, so that `--config
 # launch/runs/v3_base.toml` means the recipe wherever a command is called.
 _PACKAGE = Path(__file__).resolve().parents[1]  # deberta_ds/
@@ -38,11 +38,8 @@ def find(path: str | Path) -> Path:
 
 def as_typed(text: str) -> str:
     """Return a text with its commands as they are typed here: scripts of a clone, or installed."""
-    return _SCRIPT.sub(_installed_name, text) if IS_INSTALLED else text
-
-
-def _installed_name(found: re.Match) -> str:
-    return _AS_MODULE.get(found[1], "deberta-") + found[2].replace("_", "-")
+    return _SCRIPT.sub(lambda found: _AS_MODULE.get(found[1], "deberta-")
+                       + found[2].replace("_", "-"), text) if IS_INSTALLED else text
 
 
 _MOST_COLUMNS = 100
@@ -110,19 +107,22 @@ def checked(text: str, kind: Callable[[str], N], holds: Callable[[N], bool], rul
     return value
 
 
+_LARGEST = 1 << 62
+
+
 def not_negative(text: str) -> int:
     """Type of an option: a whole number from 0 on."""
-    return checked(text, int, lambda value: value >= 0, "a whole number from 0 on")
+    return checked(text, int, lambda value: 0 <= value < _LARGEST, "a whole number from 0 to 2^62")
 
 
 def positive(text: str) -> int:
     """Type of an option: a whole number above 0."""
-    return checked(text, int, lambda value: value > 0, "a whole number above 0")
+    return checked(text, int, lambda value: 0 < value < _LARGEST, "a whole number from 1 to 2^62")
 
 
 def natural(text: str) -> int:
     """Type of an option: a whole number, 0 for what the option's help says."""
-    return checked(text, int, lambda value: value >= 0, "a whole number from 0 on")
+    return not_negative(text)
 
 
 def positive_number(text: str) -> float:

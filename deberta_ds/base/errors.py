@@ -38,6 +38,7 @@ _REMEDIES = {
     errno.ENFILE: "raise the limit on open files",
     errno.EEXIST: "it is in the way: choose another path",
     errno.ENOTDIR: "a part of this path is a file: choose another path",
+    errno.ESTALE: "the network file system has lost it: run the same command again",
     errno.EIO: "the disk or the network file system has a fault",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "fix the symbolic link",
@@ -69,6 +70,10 @@ def user_message(error: BaseException) -> str | None:
         return _system_message(error, error.filename)
     if isinstance(error, RuntimeError) and str(error).startswith(_LOOP):  # of Path.resolve
         return f"{str(error).removeprefix(_LOOP)}: a loop of symbolic links; fix it"
+    if isinstance(error, ValueError) and str(error) == "embedded null byte":
+        return "a path holds a NUL character; leave it out"
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return f"the text {error.object[:60]!r} holds bytes that are not UTF-8; convert it to UTF-8"
     if isinstance(error, MemoryError) or _is_named(error, _NO_MEMORY_NAMES) or (
             isinstance(error, RuntimeError) and any(t in str(error) for t in _NO_MEMORY_TEXTS)):
         return (f"out of memory ({first_line(error)}); use smaller batches, a smaller model, "

@@ -5,17 +5,21 @@ disk, and is then renamed over the final name.
 """
 
 import errno
+import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import xxhash
 
 from deberta_ds.base.errors import UserError
 
+_OLD_SECONDS = 60.0  # between making a file and locking it, there may be a pause
 _CHUNK_BYTES = 1 << 22
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust pass one on
 
@@ -38,7 +42,11 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     # Process ids repeat on other hosts and in containers, which may write the same file.
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
-        yield temporary
+        _remove_leftovers(path.parent)
+        with open(temporary, "xb") as held:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -55,6 +63,16 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # a directory that went away says more by the first error
             temporary.unlink(missing_ok=True)
+
+
+@cache
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what killed processes have left of `atomic_path` here: nobody holds its lock."""
+    for old in directory.glob(".*.????????.tmp"):
+        with suppress(OSError), open(old, "rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _OLD_SECONDS:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                old.unlink()
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:

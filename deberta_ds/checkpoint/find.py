@@ -55,11 +55,11 @@ class Found:
     """The checkpoint to resume from, and the newer ones that are not whole, with the reason."""
 
     path: Path | None
-    passed_over: tuple[str, ...] = ()
-    begun_from: str = ""  # the PATH of --resume with which the run's course began
+    skipped: tuple[str, ...] = ()
+    begun_from: str = ""  # the PATH of --resume from which the run began
 
     def warnings(self) -> list[str]:
-        return [f"WARNING: checkpoint skipped: {line}" for line in self.passed_over]
+        return [f"WARNING: checkpoint skipped: {line}" for line in self.skipped]
 
 
 def path_of(out_dir: str | Path, step: int) -> Path:
@@ -113,7 +113,7 @@ def find(out_dir: str | Path, resume: str) -> Found:
     whole, if PATH is not whole, or if `never` meets any. A run killed in its very first save has an
     unfinished one only, and starts from step 0.
     """
-    candidates = dist.broadcast_object(list_steps(out_dir) if dist.is_main() else None)
+    candidates = dist.from_main(lambda: list_steps(out_dir))
     if resume == "never":
         if candidates:
             raise CheckpointError(f"{out_dir}/{DIRECTORY} holds checkpoints, but --resume never "
@@ -121,21 +121,20 @@ def find(out_dir: str | Path, resume: str) -> Found:
         return Found(None)
     begun_from = "" if resume == "auto" else os.path.realpath(resume)
     if begun_from:
-        candidates = [Path(resume), *dist.broadcast_object(
-            _begun_from(out_dir, begun_from) if dist.is_main() else None)]
-    passed_over: list[str] = []
+        candidates = [Path(resume), *dist.from_main(lambda: _begun_from(out_dir, begun_from))]
+    skipped: list[str] = []
     for path in reversed(candidates):
         problems = problems_of(path)
         if not problems:
-            said = dist.broadcast_object(_recorded(path, "begun_from") if dist.is_main() else None)
-            return Found(path, tuple(passed_over), begun_from or said or "")
-        passed_over.append(f"{path}: {listed(problems)}")
+            said = dist.from_main(lambda path=path: _recorded(path, "begun_from"))
+            return Found(path, tuple(skipped), begun_from or said or "")
+        skipped.append(f"{path}: {listed(problems)}")
     if begun_from:
         raise CheckpointError(f"{resume}: not a whole checkpoint: {listed(problems)}")
-    if dist.broadcast_object(list_finished(out_dir) if dist.is_main() else None):
-        raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(passed_over)
+    if dist.from_main(lambda: list_finished(out_dir)):
+        raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(skipped)
                               + "\n  delete them to start from step 0")
-    return Found(None, tuple(passed_over))
+    return Found(None, tuple(skipped))
 
 
 def _begun_from(out_dir: str | Path, place: str) -> list[Path]:
@@ -146,7 +145,7 @@ def _begun_from(out_dir: str | Path, place: str) -> list[Path]:
 
 def problems_of(path: Path) -> list[str]:
     """Return what is wrong with a checkpoint's files; each rank checks its share, all agree."""
-    files, problems = dist.broadcast_object(_read_manifest(path) if dist.is_main() else None)
+    files, problems = dist.from_main(lambda: _read_manifest(path))
     names = sorted(files)[dist.rank()::dist.world_size()]
     problems = problems if dist.is_main() else []
     mine = problems + [problem for name in names
@@ -258,10 +257,15 @@ def _check_model(run: RunConfig, state: SavedState, path: Path) -> None:
               for name, tensor in on_meta(build_model, run).state_dict().items()}
     found = state.shapes | {name: tuple(buffer.shape) for name, buffer in state.buffers.items()}
     found |= {name: state.shapes.get(owner) for name, owner in state.aliases.items()}
-    differing = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
-    if differing:
+    if differing := _differing(wanted, found):
         raise CheckpointError(f"{path}: its tensors are not those of the model in {RUN_FILE}: "
-                              f"{', '.join(differing[:5])}; use an older checkpoint")
+                              f"{differing}; use an older checkpoint")
+
+
+def _differing(wanted: dict, found: dict) -> str:
+    """Return the names of some tensors that one of two models lacks, or has in another shape."""
+    names = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
+    return ", ".join(names[:5]) + " ..." * (len(names) > 5)
 
 
 @torch.no_grad()
@@ -280,7 +284,7 @@ def restore(engine, state: SavedState) -> None:
         names = [name for name, _ in buffer.held] or layout.groups[number].names
         # A parameter that never had a gradient may lack what the others of its buffer have.
         _fill(buffer, max(names, key=lambda name: len(state.state_keys(name))), optimizer, state)
-    write_loss_scale(engine, state.loss_scale())
+    write_loss_scale(engine, state.loss_scale)
     for name, value in state.counters.items():
         setattr(engine, name, value)
     for name, value in engine.module.named_buffers():
@@ -290,7 +294,8 @@ def restore(engine, state: SavedState) -> None:
 
 def _open_files(layout: Layout, state: SavedState) -> None:
     """Check the parameters, and open the files that hold what this rank will own."""
-    _check_parameters(layout.shapes, state)
+    if differing := _differing(layout.shapes, state.shapes):
+        raise CheckpointError(f"{state.directory}: its parameters are not the model's: {differing}")
     everything = [(name, 0, None) for name in layout.shapes]
     mine = [(name, piece.start, piece.count) for number in range(len(layout.groups))
             for name, piece in layout.held_by(dist.rank(), number)]
@@ -298,14 +303,6 @@ def _open_files(layout: Layout, state: SavedState) -> None:
              for piece in state.layout.pieces(*wanted)}
     for rank in sorted(ranks):
         state.open(rank)
-
-
-def _check_parameters(shapes: dict, state: SavedState) -> None:
-    if shapes != state.shapes:
-        differing = sorted(name for name in shapes.keys() | state.shapes.keys()
-                           if shapes.get(name) != state.shapes.get(name))
-        raise CheckpointError(f"{state.directory}: its parameters are not the model's: "
-                              f"{', '.join(differing[:5])}{' ...' if len(differing) > 5 else ''}")
 
 
 def _fill(buffer: Buffer, name: str, optimizer: torch.optim.Optimizer,

@@ -1,9 +1,8 @@
 """run.json of a checkpoint: where a run was when it was saved, and of what run it is."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -17,18 +16,9 @@ RUN_FILE = "run.json"
 _Count = Annotated[int, Field(ge=0)]
 
 
-class Record(Protocol):
-    """What a checkpoint's run.json is made from: a `RunRecord`, or fine-tuning's `Progress`."""
-
-    @property
-    def step(self) -> int: ...
-
-    def to_json(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class RunRecord:
-    """The state of a run beside its tensors."""
+    """The state of a run next to its tensors."""
 
     step: _Count
     sequences_seen: _Count
@@ -44,14 +34,11 @@ class RunRecord:
     since_line: dict[str, float]  # sums since the last logged line
     time_use: dict[str, float]  # seconds of saves and evaluations
     best: dict[str, Any]  # train/best.py
-    begun_from: str  # the PATH of --resume with which the run's course began
+    begun_from: str  # the PATH of --resume from which the run began
 
     def run(self, place: str | Path) -> RunConfig:
         """Return the run's config; `place` is named in errors."""
         return from_dict(self.config, str(place))
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def read_run_record(path: str | Path) -> RunRecord:

@@ -18,8 +18,9 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -28,7 +29,7 @@ from torch import Tensor
 from deberta_ds.base.errors import user_message
 from deberta_ds.base.files import sync_directory, write_atomic, xxh3
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import RUN_FILE, Record
+from deberta_ds.checkpoint.run_record import RUN_FILE
 from deberta_ds.checkpoint.saved_state import (
     RANK_FILE,
     describe_engine,
@@ -73,19 +74,19 @@ class Save:
             log.error("while a checkpoint was written", exc_info=True)
 
 
-def save(engine, out_dir: str | Path, record: Record, keep: int) -> Path:
+def save(engine, out_dir: str | Path, record: Any, keep: int) -> Path:
     """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
     return finish_save(begin_save(engine, out_dir, record, keep))
 
 
-def begin_save(engine, out_dir: str | Path, record: Record, keep: int,
+def begin_save(engine, out_dir: str | Path, record: Any, keep: int,
                tokenizer: dict[str, Path] | None = None, *, in_background: bool = False,
                is_best: bool = False) -> Save:
     """Begin a checkpoint of the engine's state; call on every rank, between two steps.
 
-    `record` goes into run.json, the tokenizer's files {name: path} beside it. All but
-    the newest `keep` checkpoints and the best one will be deleted. An optimizer on NVMe is always
-    written in the foreground.
+    `record`, a dataclass with the step, goes into run.json, the tokenizer's files {name: path} next
+    to it. All but the newest `keep` checkpoints and the best one will be deleted. An optimizer on
+    NVMe is always written in the foreground.
     """
     one = Save(find.path_of(out_dir, record.step), record.step, keep, is_best)
     if dist.is_main():
@@ -97,7 +98,7 @@ def begin_save(engine, out_dir: str | Path, record: Record, keep: int,
     described, tensors = described_tensors(engine, layout), tensors_of_rank(engine, layout)
     small: dict[str, str] = {}
     if dist.is_main():
-        small = {RUN_FILE: record.to_json(),
+        small = {RUN_FILE: json.dumps(asdict(record), indent=1) + "\n",
                  find.LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n"}
     in_background = in_background and not is_on_disk(engine)
     copies: list[tuple[str, Tensor]] = []
@@ -187,8 +188,8 @@ def point_best(path: Path) -> None:
 def set_aside(out_dir: str | Path, step: int) -> list[str]:
     """Rename the checkpoints of later steps than the one that a run goes on from; say so.
 
-    They are of a course that was left, or damaged: as the newest ones they would be what is kept,
-    and what the next start or a rollback takes. Rank 0 alone calls it.
+    They are damaged, or not what this run goes on from: as the newest ones they would be what is
+    kept, and what the next start or a rollback takes. Rank 0 alone calls it.
     """
     lines = []
     for path in find.list_finished(out_dir):
@@ -210,7 +211,7 @@ def prune(out_dir: str | Path, keep: int) -> None:
     Call on every rank: each deletes the files of its own number. The remains of killed saves that
     are older than the newest whole one go too.
     """
-    doomed = dist.broadcast_object(_take_manifests(out_dir, keep) if dist.is_main() else None)
+    doomed = dist.from_main(lambda: _take_manifests(out_dir, keep))
     for path, world_size in doomed:
         for rank in range(dist.rank(), world_size, dist.world_size()):
             (path / rank_file(rank)).unlink(missing_ok=True)

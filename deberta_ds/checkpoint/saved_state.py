@@ -161,7 +161,7 @@ class SavedState:
         try:
             self.counters = {name: operator.index(values["counters"][name]) for name in COUNTERS}
             self.aliases, self._keys = dict(values["aliases"]), list(values["keys"])
-            self._loss_scale = dict(values["loss_scale"])
+            self.loss_scale = dict(values["loss_scale"])
             # {key: parameters that have none}
             self._without = {key: frozenset(names) for key, names in values["without"].items()}
             self._scalars = {
@@ -172,7 +172,7 @@ class SavedState:
                        (*self._keys, *self.aliases, *self.aliases.values())):
                 raise ValueError
             if not all(isinstance(value, int | float | None)
-                       for value in self._loss_scale.values()):
+                       for value in self.loss_scale.values()):
                 raise ValueError
             self.opened: dict[int, safe_open] = {}
             self.buffers = {name: self.open(0).get_tensor(_BUFFER + name).reshape(shape)
@@ -192,10 +192,6 @@ class SavedState:
         """Return the optimizer's other values of a parameter, such as step."""
         return {key: value for key, value in self._scalars.items()
                 if name not in self._without.get(key, ())}
-
-    def loss_scale(self) -> dict:
-        """Return the fields of the fp16 loss scale; empty where there is none."""
-        return self._loss_scale
 
     def read(self, name: str, key: str, start: int = 0, count: int | None = None) -> Tensor:
         """Return `count` elements from `start` of a flattened parameter's `key` (a copy, 1-D)."""

@@ -18,10 +18,6 @@ def is_distributed() -> bool:
     return torch_dist.is_available() and torch_dist.is_initialized()
 
 
-def uses_gloo() -> bool:
-    return is_distributed() and torch_dist.get_backend() == "gloo"
-
-
 def rank() -> int:
     return torch_dist.get_rank() if is_distributed() else 0
 
@@ -89,6 +85,11 @@ def broadcast_object(value):
     return values[0]
 
 
+def from_main(function):
+    """Return rank 0's picklable `function()` on every rank; the others do not call it."""
+    return broadcast_object(function() if is_main() else None)
+
+
 def group_of(groups: list[list[int]]):
     """Return this rank's process group among `groups` of ranks; call on every rank."""
     made = [torch_dist.new_group(ranks) for ranks in groups]
@@ -129,6 +130,12 @@ def together(function):
     return value
 
 
+def on_main(function) -> None:
+    """Call `function` on rank 0; if the user's doing stops it, raise that UserError on every rank.
+    """
+    together(lambda: function() if is_main() else None)
+
+
 def destroy() -> None:
     """Leave the process group, all ranks together."""
     global _left_gloo
@@ -143,4 +150,4 @@ def has_gloo_threads() -> bool:
 
     Of a rank alone they are not, and it may be part of another program.
     """
-    return _left_gloo or uses_gloo() and world_size() > 1
+    return _left_gloo or world_size() > 1 and torch_dist.get_backend() == "gloo"

@@ -62,7 +62,7 @@ def held(out_dir: str | Path) -> Iterator[None]:
     """
     mine = dist.broadcast_object(this_process())
     path = Path(out_dir) / NAME
-    dist.together(lambda: take(path, mine) if dist.is_main() else None)
+    dist.on_main(lambda: take(path, mine))
     ended = threading.Event()
     counter = threading.Thread(target=_count, args=(path.with_name(BEAT), mine.job, ended),
                                daemon=True)

@@ -18,8 +18,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
 from deberta_ds.base.errors import EXIT_INTERRUPTED, tell
 from deberta_ds.base.files import write_atomic
@@ -47,7 +47,11 @@ class StopRequest:
         poll.register(descriptor, select.POLLIN)
         while True:
             if poll.poll(1000 * _LOOK_SECONDS):
-                for number in os.read(descriptor, 64):
+                numbers = os.read(descriptor, 64)
+                if not numbers:  # `handlers_kept` has closed the other end
+                    os.close(descriptor)
+                    return
+                for number in numbers:
                     if number in _SIGNALS:
                         self._receive(signal.Signals(number))
             elif not self.reason and (gone := self._launcher.gone()):
@@ -91,6 +95,20 @@ def listen() -> StopRequest:
             signal.signal(number, _noted_by_descriptor)
     threading.Thread(target=request._watch, args=(read_end,), name="signals", daemon=True).start()
     return request
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Put the handlers of signals back after the block, in which `listen` may be called."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    descriptor = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if (own := signal.set_wakeup_fd(descriptor)) >= 0:
+            os.close(own)
 
 
 def ignore() -> None:

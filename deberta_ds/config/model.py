@@ -1,7 +1,7 @@
 """The shape of one encoder: section [model] of a run file."""
 
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
@@ -14,12 +14,8 @@ HOW_COMPUTED = ("attention", "keep_position_terms", "cross_entropy")
 FREE = (*HOW_COMPUTED, "hidden_dropout", "attention_dropout", "init_std")
 
 
-def _none_is_zero(value: Any) -> Any:
-    return 0 if value == -1 else value
-
-
 # -1 is what Hugging Face and microsoft write for none.
-_Buckets = Annotated[int, BeforeValidator(_none_is_zero)]
+_Buckets = Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)]
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -57,8 +53,8 @@ class ModelConfig:
     attention_dropout: float = option("dropout of attention probabilities", 0.1, ge=0, lt=1)
     norm_eps: float = option("epsilon of every LayerNorm", 1e-7, ge=1e-20, le=1)
     init_std: float = option("standard deviation of the initial weights", 0.02, gt=0, le=10)
-    attention: Literal["auto", "reference", "tiled", "fused"] = option(
-        "implementation of attention; all give the same result", "auto")
+    attention: Literal["auto", "fused", "tiled", "reference", "dense"] = option(
+        "implementation of attention; all give the same result (docs/attention.md)", "auto")
     keep_position_terms: bool = option("fused attention keeps its position terms for the backward "
                                        "pass: about 5 % faster, for 4 bytes x heads x min(seq_len, "
                                        "1152) per token and layer", False)

@@ -108,16 +108,16 @@ class DataConfig:
     @property
     def heldout_corpora(self) -> dict[str, str]:
         """{name: directory} of the held-out corpora; the name of a single one is its path."""
-        return self.heldout if isinstance(self.heldout, dict) else {self.heldout: self.heldout} \
-            if self.heldout else {}
+        return _by_name(self.heldout, str(self.heldout))
 
     @property
     def heldout_replacements(self) -> dict[str, str]:
         """{name: directory of its replacements} of `heldout_corpora`."""
-        if isinstance(self.heldout_replaced, dict):
-            return self.heldout_replaced
-        return dict.fromkeys([self.heldout] if isinstance(self.heldout, str) else [],
-                             self.heldout_replaced) if self.heldout_replaced else {}
+        return _by_name(self.heldout_replaced, str(self.heldout))
+
+
+def _by_name(value: str | dict[str, str], name: str) -> dict[str, str]:
+    return value if isinstance(value, dict) else {name: value} if value else {}
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -147,6 +147,9 @@ class OptimConfig:
                                             ge=0, le=1)
 
 
+PROFILE_AFTER = 5  # steps in which kernels are compiled and memory is found
+
+
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much at a time, and what is written when."""
@@ -163,6 +166,7 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "full", "selective"] = option(
         "what the backward pass of a layer recomputes; full: the whole layer; selective: all but "
         "the outputs of its linear layers", "none")
+    tf32: bool = option("fp32 matmuls on a GPU in TF32: faster, with 10 bits of mantissa", False)
     activation_checkpointing_interval: int = option("every n-th layer is checkpointed", 1, ge=1,
                                                     le=1000)
     log_every: int = option("steps between two log lines", 10, ge=1, le=1 << 40)
@@ -187,6 +191,11 @@ class TrainConfig:
                                  "deviations is bad; 0: never", 0.0, ge=0, le=1e6)
     stop_after: int = option("save and stop at this step, for example before a time limit; 0: run "
                              "to the end", 0, ge=0, le=1 << 40)
+
+    profile_steps: int = option(f"steps to record with torch.profiler after the first "
+                                f"{PROFILE_AFTER} of a start; 0: none", 0, ge=0, le=100)
+    profile_ranks: tuple[int, ...] = option("ranks that write OUT/traces/*-rank-N.json.gz (for "
+                                            "ui.perfetto.dev)", (0,), min_length=1)
 
     def __post_init__(self):
         if bool(self.initial_batch_size) != bool(self.batch_warmup_steps):
@@ -253,6 +262,8 @@ class RunConfig:
     evaluate: EvaluateConfig = EvaluateConfig()
 
     def __post_init__(self):
+        if "\0" in self.out_dir:
+            raise ValueError("out_dir holds a NUL character")
         if self.init.generator and not self.init.source and self.objective.kind != "rtd_cached":
             raise ValueError("init.generator needs init.from")
         if self.init.embeddings_only and self.objective.kind != "mlm":
@@ -317,7 +328,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
             set_value(values, key, value)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        origins[key] = "command line"
+        origins = {name: origin for name, origin in origins.items()
+                   if not name.startswith(f"{key}.")}  # a table takes the place of the whole
+        origins |= dict.fromkeys(flatten({key: value}), "command line")
     _apply_defaults(values, origins, str(path))
     if complete:
         complete(values, origins)
@@ -342,20 +355,18 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
         if not isinstance(name, str) or name not in MODELS:
             raise ConfigError(f"{origin}: model.preset = {name!r}: "
                               f"unknown{nearest(str(name), MODELS)}; one of {', '.join(MODELS)}")
-        _merge_under(values, origins, "model", MODELS[name], f"preset {name}")
+        _merge_under(model, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
     if not isinstance(objective, dict):  # missing, or what `validate` refuses
         return
     kind = objective.get("kind")
     if isinstance(kind, str) and kind in MASK_DEFAULTS:  # what is no string `validate` refuses
-        if isinstance(objective.setdefault("mask", {}), dict):  # if not, `validate` says so
-            _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
+        mask = objective.setdefault("mask", {})
+        if isinstance(mask, dict):  # if not, `validate` says so
+            _merge_under(mask, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
 
 
-def _merge_under(values: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:
-    target = values
-    for part in section.split("."):
-        target = target[part]
+def _merge_under(target: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:
     for key, value in defaults.items():
         if key not in target:
             target[key] = value

@@ -14,7 +14,9 @@ def read_toml(path: str | Path, what: str, example: str) -> dict:
     refuse_pipe(path)
     try:
         with open(command_line.find(path), "rb") as file:
-            return tomllib.loads(file.read().decode("utf-8-sig"))  # some editors begin with a mark
+            values = tomllib.loads(file.read().decode("utf-8-sig"))  # editors may begin with a mark
+            flatten(values)  # RecursionError
+            return values
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {what}; name a TOML file, such as {example}") from None
     except OSError as error:

@@ -147,13 +147,13 @@ def whole_inputs(inputs: list[str], options: ReadOptions, unit_bytes: int = 0
         raise UserError(f"--unit_bytes {unit_bytes} and --max_document_bytes "
                         f"{options.max_document_bytes}: sizes must be positive (unit_bytes 0: "
                         "chosen)")
-    passed_over: list[str] = []
-    given = [list(_whole_inputs(name, options, passed_over)) for name in inputs]
+    skipped: list[str] = []
+    given = [list(_whole_inputs(name, options, skipped)) for name in inputs]
     extents = list(itertools.chain.from_iterable(given))
-    if passed_over:
-        more = ", ..." if len(passed_over) > 5 else ""
-        print(f"note: {len(passed_over)} files of unknown kind skipped: "
-              f"{', '.join(passed_over[:5])}{more}", file=sys.stderr, flush=True)
+    if skipped:
+        more = ", ..." if len(skipped) > 5 else ""
+        print(f"note: {len(skipped)} files of unknown kind skipped: "
+              f"{', '.join(skipped[:5])}{more}", file=sys.stderr, flush=True)
     _check_named_once(given)
     if not extents:
         raise UserError(f"no input files in {' '.join(inputs)}")
@@ -173,7 +173,7 @@ def _check_named_once(given: list[list[tuple[Extent, int]]]) -> None:
                                 "it once")
 
 
-def _whole_inputs(name: str, options: ReadOptions, passed_over: list[str]
+def _whole_inputs(name: str, options: ReadOptions, skipped: list[str]
                  ) -> Iterator[tuple[Extent, int]]:
     if name.startswith("hub:"):
         if options.label_from_directory:
@@ -190,7 +190,7 @@ def _whole_inputs(name: str, options: ReadOptions, passed_over: list[str]
             raise UserError(f"{path}: unknown kind of file; known are {_KNOWN}, each also with "
                             f"{' '.join(COMPRESSED_SUFFIXES)}")
         if kind is None:
-            passed_over.append(path)
+            skipped.append(path)
         else:
             yield Extent(path, kind, 0, size, state, "" if "://" in name else state), size
 

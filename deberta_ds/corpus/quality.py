@@ -313,8 +313,8 @@ def _is_card(text: str) -> bool:
 
 def _is_iban(text: str) -> bool:
     plain = text.replace(" ", "")
-    turned = plain[4:] + plain[:4]
-    return int("".join(str(int(character, 36)) for character in turned)) % 97 == 1
+    rotated = plain[4:] + plain[:4]
+    return int("".join(str(int(character, 36)) for character in rotated)) % 97 == 1
 
 
 _KINDS = {"email": ("@", _EMAIL, lambda text: True, "name@example.com"),

@@ -83,7 +83,7 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
                                filters)
     with ExitStack() as stack:
         finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part,
-                                            beside=Path(out), units=units))
+                                            other=Path(out), units=units))
                     for target in reversed(targets)]
         if not all(finished):
             work = [f"{out}/{MARKERS}/{side}" for side in range(len(targets))]

@@ -158,7 +158,7 @@ def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, 
                     languages: Languages | None = None, max_bad: int = 0) -> Tokenizer:
     """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
-    The rules are SentencePiece's normalizer in the file (spm_rules.py), beside which it keeps case
+    The rules are SentencePiece's normalizer in the file (spm_rules.py), next to which it keeps case
     and width; decoding gives normalised text back. Scores are rounded (`_finished`). Memory is
     bounded by `sample_bytes`, taken evenly from the start of every unit, or as `languages` says.
     UserError if the sample is too small for `pieces`.

@@ -51,7 +51,7 @@ FORK = multiprocessing.get_context("fork")
 
 @contextmanager
 def job(directory: str | Path, description: dict, *, finished: str, part: Part = None,
-        beside: Path | None = None, units: Units | None = None) -> Iterator[bool]:
+        other: Path | None = None, units: Units | None = None) -> Iterator[bool]:
     """Context in which this process alone (or the parts of an array together) works in `directory`;
     yields whether the job is done.
 
@@ -59,10 +59,10 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
     do; `finished` is the file that is written last. UserError if the directory holds another job's
     output, or another process is at work in it. Temporary files of a killed run are removed at the
     start, markers (but of `units`) at the end. What another job left is taken for a first try that
-    ended on an error if no file is finished here and `beside`, where the markers of a job in two
+    ended on an error if no file is finished here and `other`, where the markers of a job in two
     directories lie.
     """
-    directory, home = Path(directory), Path(beside or directory)
+    directory, home = Path(directory), Path(other or directory)
     if units is not None and not part:  # which does not know the contents of all inputs
         description = description | {"units": digest_of(units)}
     text = _plan_text(description)

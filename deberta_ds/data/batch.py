@@ -3,7 +3,7 @@
 Shape suffixes: B batch, L length, M target slots, T real targets.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -62,11 +62,8 @@ class Batch:
         return self._map(torch.from_numpy, np.ndarray)
 
     def _map(self, function, kind: type = torch.Tensor) -> "Batch":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, kind):
-                values[name] = function(value)
-        return Batch(**values)
+        return replace(self, **{field.name: function(value) for field in fields(self)
+                                if isinstance(value := getattr(self, field.name), kind)})
 
 
 def collate(rows: list[Row]) -> Batch:

@@ -7,8 +7,6 @@ clear error.
 
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,9 +52,13 @@ class Corpus:
         self._read = self._remote.read if self._remote else read_bytes
         self._plans = SmallFiles(self._read)
         self.seq_len = seq_len
-        rows_path = rows_directory(self.path, seq_len)
-        with self._naming_url():
+        self._rows_path = rows_path = rows_directory(self.path, seq_len)
+        try:
             self._read_manifests(rows_path)
+        except UserError as error:
+            if self._remote is None:
+                raise
+            raise UserError(f"{self._remote.url}: {error}") from None  # else it names the cache
         self._shards = _part_of(
             list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True)), part,
             self.path)
@@ -68,7 +70,6 @@ class Corpus:
         if self.num_rows == 0:
             raise UserError(f"{rows_path}: the corpus has no rows; prepare it from more text")
         self._dtype = np.dtype(self.manifest.dtype)
-        self._known_paths: dict[int, _Paths] = {}
 
     def _read_manifests(self, rows_path: Path) -> None:
         self.manifest, self.corpus_content_hash = read_manifest(self.path)
@@ -89,16 +90,6 @@ class Corpus:
         if planned != there:
             raise UserError(f"{rows_path / MANIFEST}: damaged: plans {planned} shards of {there}; "
                             f"{remedy}")
-
-    @contextmanager
-    def _naming_url(self) -> Iterator[None]:
-        """Context in which an error about a remote corpus names its URL, not only the cache."""
-        try:
-            yield
-        except UserError as error:
-            if self._remote is None:
-                raise
-            raise UserError(f"{self._remote.url}: {error}") from None
 
     @staticmethod
     def row_plans(path: str | Path) -> list[Path]:
@@ -206,21 +197,16 @@ class Corpus:
                          f"{self._remake()}")
 
     def _remake(self) -> str:
-        return f"remove {rows_directory(self.path, self.seq_len)} and run {self._pack()}"
+        return f"remove {self._rows_path} and run {self._pack()}"
 
     def _pack(self) -> str:
         """Return the command that makes the row plan; whose the tokenizer is, the user knows."""
         return f"data_prep/pack.py {self.path} --seq_len {self.seq_len} --tokenizer TOKENIZER"
 
     def _paths(self, number: int) -> "_Paths":
-        found = self._known_paths.get(number)
-        if found is None:
-            name, rows_path = self._shards[number][0].name, rows_directory(self.path, self.seq_len)
-            found = _Paths(*(str(path) for path in (
-                self.path / "tokens" / f"{name}.npy", self.path / "ends" / f"{name}.npy",
-                rows_path / f"{name}.npy", rows_path / f"{name}.starts.npy")))
-            self._known_paths[number] = found
-        return found
+        name, rows_path = self._shards[number][0].name, self._rows_path
+        return _Paths(f"{self.path}/tokens/{name}.npy", f"{self.path}/ends/{name}.npy",
+                      f"{rows_path}/{name}.npy", f"{rows_path}/{name}.starts.npy")
 
     def shard_row(self, index: int) -> tuple[str, int]:
         """Return (name of the shard, row in it) of row `index`."""

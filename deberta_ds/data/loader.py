@@ -52,7 +52,7 @@ def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_s
     loader = DataLoader(
         _Reader(dataset, rows),
         batch_size=None,  # an item is a micro-batch
-        collate_fn=_as_it_is,
+        collate_fn=lambda batch: batch,  # torch's own would turn its arrays into tensors
         num_workers=num_workers,
         prefetch_factor=4 if num_workers else None,
         worker_init_fn=_live_with_the_rank,
@@ -65,8 +65,7 @@ def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_s
 class RankRows:
     """The row numbers of each micro-batch of one rank, in order."""
 
-    def __init__(self, stretches: list[Stretch], micro_batch_size: int, rank: int,
-                 world_size: int):
+    def __init__(self, stretches: list[Stretch], micro_batch_size: int, rank: int, world_size: int):
         self._stretches, self._rank, self._world_size = stretches, rank, world_size
         self._counts = [micro_batches(one.rows, world_size, micro_batch_size) for one in stretches]
         totals = (one.steps * count for one, count in zip(stretches, self._counts, strict=True))
@@ -137,10 +136,6 @@ class _Reader:
         return [future.result() for future in self._ahead.pop(number)]
 
 
-def _as_it_is(batch: Batch | UserError) -> Batch | UserError:
-    return batch
-
-
 def _live_with_the_rank(_worker: int) -> None:
     signals.ignore()
     process.end_with_parent()  # left alone, a worker with a full pipe would wait for ever
@@ -175,13 +170,10 @@ def _checked(batches) -> Iterator[Batch]:
         if isinstance(batch, UserError):
             raise batch
         batch = batch.as_tensors()
-        # Here: the DataLoader's own thread may wait for ever for what a killed worker had begun.
-        yield batch.pin_memory() if _trains_on_gpu() else batch
-
-
-def _trains_on_gpu() -> bool:
-    """Pinning makes a CUDA context, which a run on the CPU of a machine with GPUs must not."""
-    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+        # Pinning makes a CUDA context, which a run on the CPU of a machine with GPUs must not. It
+        # is done here: torch's own thread may wait for ever for what a killed worker had begun.
+        is_on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+        yield batch.pin_memory() if is_on_gpu else batch
 
 
 def _why_a_worker_died(batches) -> UserError | None:

@@ -34,8 +34,7 @@ class Mixture:
     def shares(self) -> list[float]:
         """Return each source's share of the rows."""
         total = self.cumulative[-1]
-        return [(b - a) / total
-                for a, b in zip(self.cumulative, self.cumulative[1:], strict=False)]
+        return [(b - a) / total for a, b in zip(self.cumulative, self.cumulative[1:], strict=False)]
 
     def locate(self, row: int) -> tuple[int, int]:
         """Return (source, number of earlier rows of that source) for row number `row`."""
@@ -147,9 +146,6 @@ class Permutation:
                 return index
 
 
-WHOLE = (0.0, 1.0)
-
-
 @dataclass(frozen=True)
 class Stage:
     """What a checkpoint says about the data: `used[i]` is the next row of `sources[i]`, `orders[i]`
@@ -188,7 +184,7 @@ def next_source(path: str, stages: list[Stage], *, seq_len: int,
     length, else all. UserError if a stage has read these shards at another length or in other
     parts, or if the corpus has changed.
     """
-    found = SourceConfig(path=path, part=part or WHOLE)
+    found = SourceConfig(path=path, part=part or (0.0, 1.0))
     known = {stage.place: _names_of(path, stage, cache) for stage in stages}
     if stages and not any(known.values()):
         print(f"note: {path}: no stage of --after has read it, by its path or by its rows of their "
@@ -201,7 +197,11 @@ def next_source(path: str, stages: list[Stage], *, seq_len: int,
             if wanted[1] <= source.part[0] or source.part[1] <= wanted[0]:
                 continue
             if stage.seq_len != seq_len or wanted != source.part:
-                raise UserError(_overlap(path, wanted, seq_len, stage, source.part))
+                raise UserError(
+                    f"{path}: part {list(wanted)} in rows of {seq_len} would repeat tokens of "
+                    f"{stage.place}, which took part {list(source.part)} in rows of "
+                    f"{stage.seq_len}; give --stretch outside of that (the earlier stage must "
+                    "leave some), or leave out --after if they shall repeat")
             corpus = Corpus(path, seq_len=seq_len, part=wanted, cache=cache)
             read = _read_by(stage, source)
             if read != corpus.content_hash:
@@ -229,10 +229,3 @@ def _names_of(path: str, stage: Stage, cache: Cache) -> list[str]:
 def _read_by(stage: Stage, source: SourceConfig) -> str:
     """Return the content hash of the rows that a stage has read of one source."""
     return stage.content_hashes.get(source.path, "").partition(", replaced ")[0]
-
-
-def _overlap(path: str, part: tuple, seq_len: int, stage: Stage, used: tuple) -> str:
-    return (
-        f"{path}: part {list(part)} in rows of {seq_len} would repeat tokens of {stage.place}, "
-        f"which took part {list(used)} in rows of {stage.seq_len}; give --stretch outside of that "
-        "(the earlier stage must leave some), or leave out --after if they shall repeat")

@@ -45,14 +45,11 @@ def read_bytes(path: str, offset: int, count: int) -> bytes:
                                 "data_prep/verify.py and copy the damaged file again")
             data += more
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {_remedy(error)}") from error
+        remedy = "run data_prep/verify.py and copy the damaged file again"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "raise the limit of open files (ulimit -n)"
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     return data
-
-
-def _remedy(error: OSError) -> str:
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "raise the limit of open files (ulimit -n)"
-    return "run data_prep/verify.py and copy the damaged file again"
 
 
 def _open(path: str) -> _OpenFile:

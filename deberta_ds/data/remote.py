@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,12 @@ def file_system(url: str):
         raise UserError(f"{url}: needs another package: {error}") from error
     except ValueError as error:  # an unknown protocol
         raise UserError(f"{url}: {error}") from error
+
+
+@cache
+def _system_of_process(url: str, process: int) -> tuple:
+    """Return `file_system`, one for each process: clients do not survive a fork."""
+    return file_system(url)
 
 
 class _Files(LocalFileSystem):
@@ -129,11 +135,6 @@ class _Blocks:
     files: dict[str, tuple[NonNegativeInt, str]]
 
 
-def _blocks_of(data: bytes) -> _Blocks:
-    """Return what a list of blocks says; ValueError if it is damaged."""
-    return typed(_Blocks, parse_json(data))
-
-
 class RemoteCorpus:
     """A corpus at a URL, and its local files.
 
@@ -145,13 +146,12 @@ class RemoteCorpus:
         self.url, self._cache = url.rstrip("/"), cache
         root = Path(cache.directory).expanduser()
         self.directory = root / xxhash.xxh3_64_hexdigest(self.url.encode())
-        self._systems: dict[int, tuple] = {}
         self._sums: dict[str, np.ndarray] = {}
         self._written = 0
         self.fetch(MANIFEST)
         data = self.fetch(f"{BLOCKS}/{MANIFEST}")
         try:
-            blocks = _blocks_of(data)
+            blocks = typed(_Blocks, parse_json(data))
         except ValueError as error:
             raise UserError(f"{self.url}/{BLOCKS}/{MANIFEST}: damaged ({error}); upload the corpus "
                             "again") from None
@@ -223,7 +223,7 @@ class RemoteCorpus:
     def _get(self, name: str, begin: int | None, end: int | None, is_whole) -> bytes:
         """Return bytes of a remote file, tried again where an answer is cut short or damaged."""
         def get() -> bytes:
-            system, root = self._system
+            system, root = _system_of_process(self.url, os.getpid())
             return system.cat_file(f"{root}/{name}", start=begin, end=end)
 
         try:
@@ -232,31 +232,16 @@ class RemoteCorpus:
             raise UserError(f"{self.url}/{name}: no such file; upload the corpus with data_prep"
                             "/upload.py, or give the right address") from None
 
-    @property
-    def _system(self) -> tuple:
-        """The file system of this process: clients do not survive a fork."""
-        found = self._systems.get(os.getpid())
-        if found is None:
-            found = self._systems[os.getpid()] = file_system(self.url)
-        return found
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_systems": {}}
-
-    @cached_property
-    def _limit(self) -> int:
-        return int(self._cache.gigabytes * 1e9)
-
     def _make_room(self) -> None:
         """Empty files, least recently written first, until a fifth of the limit is free."""
-        root = self.directory.parent
+        root, limit = self.directory.parent, self._cache.gigabytes * 1e9
         files = [(path, path.stat()) for path in root.rglob("*.npy")
                  if path.relative_to(root).parts[0] != "prepared"]  # of a job under way
         used = sum(512 * status.st_blocks for _, status in files)
-        if used <= self._limit:
+        if used <= limit:
             return
         for path, status in sorted(files, key=lambda item: item[1].st_mtime):
-            if used <= 0.8 * self._limit:
+            if used <= 0.8 * limit:
                 return
             used -= 512 * status.st_blocks
             os.truncate(path, 0)  # whoever reads it now fetches its blocks again
@@ -292,7 +277,7 @@ def _uploaded_before(corpus: Path, system, root: str) -> dict[str, tuple[int, st
     blocks = _remote_bytes(system, f"{root}/{BLOCKS}/{MANIFEST}")
     same = _remote_bytes(system, f"{root}/{MANIFEST}") == (corpus / MANIFEST).read_bytes()
     try:
-        return _blocks_of(blocks).files if same and blocks else {}
+        return typed(_Blocks, parse_json(blocks)).files if same and blocks else {}
     except ValueError:  # half of one, or damaged: written again
         return {}
 
@@ -326,10 +311,8 @@ def put(system, path: str, data: bytes | Path) -> None:
     wait = FIRST_WAIT_SECONDS
     for number in range(TRIES):
         try:
-            if not path.startswith("/") and "/" in path:
-                system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-            elif path.startswith("/"):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
+            if directory := os.path.dirname(path):
+                system.makedirs(directory, exist_ok=True)
             if isinstance(data, bytes):
                 system.pipe_file(path, data)
             else:

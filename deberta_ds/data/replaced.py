@@ -1,4 +1,4 @@
-"""Rows whose masked tokens a frozen generator has replaced, stored beside a packed corpus.
+"""Rows whose masked tokens a frozen generator has replaced, stored next to a packed corpus.
 
     DIRECTORY/
       manifest.json              written last: what made it, the checksums
@@ -94,10 +94,6 @@ class Replacements:
                 f"{directory}: made with attend_across_documents = "
                 f"{self.manifest.attend_across_documents}, the run has {attend_across_documents}")
         self._files: dict[tuple[int, str], list[_Stored]] = {}
-
-    @property
-    def draws(self) -> int:
-        return len(self.manifest.temperatures)
 
     def verify(self, mode: str) -> None:
         """Check every file's size and, for "full", its checksum; UserError names a bad one."""

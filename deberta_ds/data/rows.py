@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from deberta_ds.data.mixture import Permutation, build_mixture
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache
 from deberta_ds.data.replaced import Replacements
 
-_PERMUTATIONS_KEPT = 4096
+_permutation = lru_cache(4096)(Permutation)
 
 
 class RowDataset:
@@ -64,7 +65,6 @@ class RowDataset:
         self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
         self._cls_id, self._sep_id, self._pad_id = (tokenizer.cls_id, tokenizer.sep_id,
                                                     tokenizer.pad_id)
-        self._permutations: dict[tuple[int, int], Permutation] = {}
 
     @property
     def content_hashes(self) -> dict[str, str]:
@@ -100,15 +100,8 @@ class RowDataset:
     def locate(self, g: int) -> tuple[int, int]:
         """Return (source number, row of that corpus) of row g."""
         source, epoch, position = self._place(g)
-        key = (source, epoch)
-        permutation = self._permutations.get(key)
-        if permutation is None:
-            if len(self._permutations) >= _PERMUTATIONS_KEPT:
-                self._permutations.clear()
-            order = self.sources[source].order or (self.seed, source)
-            permutation = Permutation(self._corpora[source].num_rows, (*order, epoch))
-            self._permutations[key] = permutation
-        return source, permutation[position]
+        order = self.sources[source].order or (self.seed, source)
+        return source, _permutation(self._corpora[source].num_rows, (*order, epoch))[position]
 
     def __getitem__(self, g: int) -> Row:
         return self.build(g, self.read(g))
@@ -133,9 +126,10 @@ class RowDataset:
         replaced = self._replaced[source]
         if not replaced:
             return 0
+        draws = len(replaced.manifest.temperatures)
         if self._draws_by == "course":
-            return min(replaced.draws - 1, g * replaced.draws // max(1, self._rows_of_run))
-        return epoch % replaced.draws
+            return min(draws - 1, g * draws // max(1, self._rows_of_run))
+        return epoch % draws
 
     def natural_row(self, row: int, eval_seed: int) -> Row:
         """Return row `row` of the first source as stored; masks are keyed by (eval_seed, row)."""
@@ -190,25 +184,21 @@ def frame_pieces(pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: in
     return ids, segments, positions
 
 
-def eval_sequences(path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
-                   num_rows: int | None = None, attend_across_documents: bool = False,
-                   verify: str = "sizes", verify_rank: int = 0, verify_world_size: int = 1,
-                   replaced: str = "", cache: Cache = DEFAULT_CACHE) -> list[Row]:
+def eval_sequences(path: str, tokenizer, *, eval_seed: int, num_rows: int | None = None,
+                   replaced: str = "", **options) -> list[Row]:
     """Return `num_rows` rows of a held-out corpus, spread evenly over it, with fixed masks.
 
     They are the same for every checkpoint and world size. None means all; UserError if the corpus
-    has fewer than `num_rows`.
+    has fewer than `num_rows`. Options: see `RowDataset`.
     """
-    dataset = RowDataset([SourceConfig(path=path, replaced=replaced)], tokenizer, seq_len=seq_len,
-                         seed=eval_seed, mask=mask, attend_across_documents=attend_across_documents,
-                         verify=verify, verify_rank=verify_rank,
-                         verify_world_size=verify_world_size, cache=cache)
+    dataset = RowDataset([SourceConfig(path=path, replaced=replaced)], tokenizer, seed=eval_seed,
+                         **options)
     available = dataset.num_rows[path]
     count = available if num_rows is None else num_rows
     if count > available:
         raise UserError(
             f"{path}: {num_rows} evaluation rows asked for, but it has {available} rows of "
-            f"{seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
+            f"{dataset.seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
             "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)")
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
     return [dataset.natural_row(row, eval_seed) for row in rows]

@@ -4,9 +4,10 @@ Both are checked before the process group exists, on every rank with the same re
 itself would answer with a traceback from each rank, after minutes of start-up on a large job.
 """
 
+from operator import attrgetter
+
 import deepspeed
 
-from deberta_ds.base.errors import UserError
 from deberta_ds.config.options import ConfigError
 from deberta_ds.engine import ds_config
 
@@ -63,7 +64,7 @@ def check_machine(values: dict, device_type: str, place: str) -> list[str]:
 
 
 def check_engine(engine) -> None:
-    """Raise UserError if the engine lacks a part that the code relies on."""
+    """Raise ConfigError if the engine lacks a part that the code relies on."""
     check_parts("engine", engine, ENGINE_PARTS)
     parts = OPTIMIZER_PARTS.get(type(engine.optimizer).__name__, ("param_groups", "state"))
     check_parts("optimizer", engine.optimizer, parts)
@@ -73,19 +74,14 @@ def check_engine(engine) -> None:
 
 
 def check_parts(owner: str, thing, names: tuple[str, ...]) -> None:
-    """Raise UserError, the same on every rank, if `thing` lacks one of the dotted `names`."""
-    missing = [name for name in names if not _has(thing, name)]
+    """Raise ConfigError, the same on every rank, if `thing` lacks one of the dotted `names`."""
+    missing = []
+    for name in names:
+        try:
+            attrgetter(name)(thing)
+        except AttributeError:
+            missing.append(name)
     if missing:
-        error = UserError(
+        raise ConfigError(
             f"DeepSpeed {deepspeed.__version__}: {owner} ({type(thing).__name__}) has no "
             f"{', '.join(missing)}, which this program relies on; install deepspeed>=0.19.8,<0.20")
-        error.on_every_rank = True
-        raise error
-
-
-def _has(thing, dotted_name: str) -> bool:
-    for name in dotted_name.split("."):
-        if not hasattr(thing, name):
-            return False
-        thing = getattr(thing, name)
-    return True

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
+from deberta_ds.cluster.driver import count_gpus
 from deberta_ds.cluster.launcher import check_environment, meet_mpi, rank_variables
 from deberta_ds.config.run_config import OptimConfig, RunConfig
 from deberta_ds.engine import ds_config
@@ -29,6 +30,7 @@ from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.model import cpu
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
+from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
 from deberta_ds.tracking import log
 
@@ -36,8 +38,8 @@ from deberta_ds.tracking import log
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
 
 
-def init_distributed() -> torch.device:
-    """Join the launcher's process group (or be a group of one); return this rank's device."""
+def prepare_rank() -> torch.device:
+    """Find out which rank this is, and return its device; the group is not joined yet."""
     check_parts("deepspeed", deepspeed, MODULE_PARTS)
     if dist.is_distributed():
         return local_device()
@@ -49,19 +51,28 @@ def init_distributed() -> torch.device:
         check_parts("deepspeed", deepspeed, CPU_PARTS)
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ.get("RANK") == "0":
+        log.show_choices()
+    count_gpus()
     device = local_device()
     if device.type == "cpu":
         cpu.keep_heap()
-    if device.type == "cuda":
+    else:
+        kernel_check.keep_on_this_node()
         if device.index >= torch.cuda.device_count():
             seen = counted(torch.cuda.device_count(), "GPU")
             raise UserError(f"LOCAL_RANK = {device.index}, but this process sees only {seen}; "
                             "start fewer ranks on this node, or let each see all of its GPUs "
                             "(Slurm: --gpus-per-node, not --gpus-per-task or --gpu-bind)")
         torch.cuda.set_device(device)
-    elif os.environ.get("DS_ACCELERATOR") != "cpu" and os.path.exists("/dev/nvidiactl"):
-        raise UserError("this machine has a GPU, but torch finds none; fix CUDA_VISIBLE_DEVICES, "
-                        "install a torch with CUDA, or set DS_ACCELERATOR=cpu to use the CPU")
+    return device
+
+
+def init_distributed() -> torch.device:
+    """Join the launcher's process group (or be a group of one); return this rank's device."""
+    device = prepare_rank()
+    if dist.is_distributed():
+        return device
     try:
         deepspeed.init_distributed(verbose=False)
     except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
@@ -73,8 +84,7 @@ def init_distributed() -> torch.device:
         raise UserError(
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
             f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
-            f"({first_line(error)}); {remedy}"
-        ) from error
+            f"({first_line(error)}); {remedy}") from error
     if dist.is_main():
         log.show_choices()
     return device

@@ -77,7 +77,7 @@ class Muon(torch.optim.AdamW):
         mine = [(group, p, p.grad) for group in self.param_groups if group["matrices"]
                 for p in group["params"] if p.grad is not None]
         for _, weights, _ in mine:
-            weights.grad = None  # AdamW passes them over
+            weights.grad = None  # AdamW skips them
         super().step()
         for _, weights, gradient in mine:
             weights.grad = gradient

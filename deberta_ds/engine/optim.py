@@ -15,6 +15,7 @@ from torch import nn
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.own_code import is_own
 from deberta_ds.config import own_parts
+from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.muon import Muon
 
@@ -113,27 +114,22 @@ class AdamUncorrected(torch.optim.Optimizer):
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of update `step` (0 .. total_steps - 1)."""
     if is_own(optim.schedule):
-        return optim.learning_rate * _own_factor(optim, step, total_steps)
-    if optim.schedule == "deberta_linear":
-        return optim.learning_rate * _deberta_linear(optim, step, total_steps)
+        factor = own_parts.function("optim.schedule", optim.schedule)(step, total_steps, optim)
+        if not isinstance(factor, int | float) or not math.isfinite(factor):
+            raise ConfigError(f"optim.schedule: {optim.schedule} returned {factor!r} for step "
+                              f"{step:,}; it must return a finite number, a share of "
+                              "optim.learning_rate")
+        return optim.learning_rate * factor
     if step < optim.warmup_steps:
+        if optim.schedule == "deberta_linear":
+            return optim.learning_rate * (step / optim.warmup_steps)
         return optim.learning_rate * (step + 1) / optim.warmup_steps
-    share = (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)
-    return optim.learning_rate * _decayed(optim, share, step, total_steps)
+    return optim.learning_rate * _decayed(optim, step, total_steps)
 
 
-def _own_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
-    factor = own_parts.function("optim.schedule", optim.schedule)(step, total_steps, optim)
-    if not isinstance(factor, int | float) or not math.isfinite(factor):
-        error = UserError(f"optim.schedule: {optim.schedule} returned {factor!r} for step {step:,};"
-                          " it must return a finite number, a share of optim.learning_rate")
-        error.on_every_rank = True
-        raise error
-    return factor
-
-
-def _decayed(optim: OptimConfig, share: float, step: int, total_steps: int) -> float:
+def _decayed(optim: OptimConfig, step: int, total_steps: int) -> float:
     low = optim.min_learning_rate_share
+    share = (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)
     match optim.schedule:
         case "constant":
             return 1.0
@@ -145,18 +141,12 @@ def _decayed(optim: OptimConfig, share: float, step: int, total_steps: int) -> f
             decay_steps = max(1, round(optim.decay_share * total_steps))
             remaining = min(1.0, (total_steps - step) / decay_steps)
             return low + (1 - low) * remaining
+        case "deberta_linear":
+            return (1 - low) * (1 - step / total_steps) + low
     raise AssertionError(optim.schedule)
 
 
-def _deberta_linear(optim: OptimConfig, step: int, total_steps: int) -> float:
-    if step < optim.warmup_steps:
-        return step / optim.warmup_steps
-    return (1 - optim.min_learning_rate_share) * (
-        1 - step / total_steps) + optim.min_learning_rate_share
-
-
-def decay_groups(model: nn.Module, weight_decay: float, fixed: Collection[str] = ()
-                 ) -> list[dict]:
+def decay_groups(model: nn.Module, weight_decay: float, fixed: Collection[str] = ()) -> list[dict]:
     """Return the parameter groups: decayed weights, biases with LayerNorm weights, fixed ones.
 
     The parameters named by `fixed` stay in the optimizer, at a learning rate of 0: a parameter

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -65,7 +65,10 @@ def buffers(engine, layout: Layout, *, writing: bool = False) -> Iterator[Buffer
     """
     cut, zero = _cut_of(engine), engine.optimizer
     if cut == "whole":
-        yield from _whole_buffers(engine, writing)
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                piece = Piece(dist.rank(), 0, 0, 0, parameter.numel())
+                yield Buffer(parameter, ((name, piece),))
     elif cut == "parameter":
         yield from _stage3_buffers(zero, layout, writing)
     else:
@@ -81,14 +84,9 @@ def base_optimizer(engine) -> torch.optim.Optimizer:
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
-def loss_scaler(engine):
-    """Return the object that holds the fp16 loss scale, or None."""
-    return getattr(engine.optimizer, "loss_scaler", None)
-
-
 def read_loss_scale(engine) -> dict:
     """Return the fields of the fp16 loss scale; empty where there is none."""
-    scaler = loss_scaler(engine)
+    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     found = {field: getattr(scaler, field) for field in _SCALE_FIELDS if hasattr(scaler, field)}
     if hasattr(scaler, "dynamic_loss_scale"):
         found["dynamic"] = scaler.dynamic_loss_scale
@@ -99,8 +97,8 @@ def write_loss_scale(engine, saved: dict) -> None:
     """Go on with the saved dynamic fp16 scale; a static scale is the JSON's."""
     if read_loss_scale(engine).get("dynamic") and saved.get("dynamic"):
         for field in _SCALE_FIELDS[1:]:
-            if saved.get(field) is not None and hasattr(loss_scaler(engine), field):
-                setattr(loss_scaler(engine), field, saved[field])
+            if saved.get(field) is not None and hasattr(engine.optimizer.loss_scaler, field):
+                setattr(engine.optimizer.loss_scaler, field, saved[field])
 
 
 def aliases(engine) -> dict[str, str]:
@@ -178,21 +176,3 @@ def _in_memory(zero, group: int) -> Iterator[None]:
     finally:
         if on_nvme:
             zero._optimizer_states_and_gradient_swap_out(group)
-
-
-def _whole_buffers(engine, writing: bool) -> Iterator[Buffer]:
-    """Yield every parameter's fp32 weights, in the order of the module."""
-    names = _names(engine)
-    masters: dict[int, Tensor] = {}  # by the identity of the parameter
-    if not isinstance(engine.optimizer, torch.optim.Optimizer):
-        for parameters, copies in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups,
-                                      strict=True):
-            masters |= {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
-    for parameter in engine.module.parameters():
-        if not parameter.requires_grad:
-            continue
-        master = masters.get(id(parameter), parameter)
-        piece = Piece(dist.rank(), 0, 0, 0, master.numel())
-        yield Buffer(master, ((names[id(parameter)], piece),))
-        if writing and master is not parameter:
-            parameter.data.copy_(master.data)

@@ -20,7 +20,6 @@ from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.encoder import Attention
 from deberta_ds.release.pretrained import LoadedModel
-from deberta_ds.tokenizer import Tokenizer
 
 TOLERANCE = 1e-6  # of the attention output; in float64 the difference is about 1e-14
 MAX_TOKENS = 128  # a picture of more has cells that nobody can point at
@@ -58,9 +57,16 @@ def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: lis
     `model` was loaded for text. Raises UserError for a text that is too long for a picture and for
     layers that are not there.
     """
-    assert model.tokenizer is not None
-    ids = _encode(model, model.tokenizer, text)
-    check_numbers(model, layers, heads)
+    config, tokenizer = model.model_config, model.tokenizer
+    assert tokenizer is not None
+    for name, chosen, count in (("layer", layers, config.num_layers),
+                                ("head", heads, config.num_heads)):
+        if wrong := [number for number in chosen if not 0 <= number < count]:
+            raise UserError(f"{name} {wrong[0]}: the model has {name}s 0 to {count - 1}")
+    ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
+    limit = min(MAX_TOKENS, config.max_position) if config.absolute_input else MAX_TOKENS
+    if not 2 < len(ids) <= limit:
+        raise UserError(f"the text has {len(ids) - 2} tokens; a picture shows 1 to {limit - 2}")
     backbone = model.backbone.double()
     seen: list[dict[str, Any]] = [{} for _ in layers]  # what each layer was given
     hooks = []
@@ -80,26 +86,7 @@ def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: lis
         for hook in hooks:
             hook.remove()
         backbone.float()
-    return [text.strip() or "\u2423" for text in model.tokenizer.readable(ids)], maps
-
-
-def _encode(model: LoadedModel, tokenizer: Tokenizer, text: str) -> list[int]:
-    ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
-    limit = MAX_TOKENS
-    if model.model_config.absolute_input:
-        limit = min(limit, model.model_config.max_position)
-    if not 2 < len(ids) <= limit:
-        raise UserError(f"the text has {len(ids) - 2} tokens; a picture shows 1 to {limit - 2}")
-    return ids
-
-
-def check_numbers(model: LoadedModel, layers: list[int], heads: list[int]) -> None:
-    """Raise UserError for a layer or a head that the model does not have."""
-    config = model.model_config
-    for name, chosen, count in (("layer", layers, config.num_layers),
-                                ("head", heads, config.num_heads)):
-        if wrong := [number for number in chosen if not 0 <= number < count]:
-            raise UserError(f"{name} {wrong[0]}: the model has {name}s 0 to {count - 1}")
+    return [text.strip() or "\u2423" for text in tokenizer.readable(ids)], maps
 
 
 def _heads_of(attention: Attention, layer: int, heads: list[int], queries_BHLD: Tensor,
@@ -109,10 +96,9 @@ def _heads_of(attention: Attention, layer: int, heads: list[int], queries_BHLD: 
     q_HLD, k_HLD, v_HLD = queries_BHLD[0], keys_BHLD[0], values_BHLD[0]
     length = q_HLD.size(1)
     columns = torch.arange(length)
-    geometry = Geometry(config.largest_distance, config.position_buckets) \
-        if config.relative_attention else None
     parts_HLL = {"content": q_HLD @ k_HLD.transpose(-1, -2)}
-    if geometry is not None:
+    if config.relative_attention:
+        geometry = Geometry(config.largest_distance, config.position_buckets)
         slots_LL = geometry.slots(columns[:, None] - columns)
         index_HLL = slots_LL.expand(config.num_heads, -1, -1)
         if position_key_HSD is not None:

@@ -11,12 +11,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.data.batch import IGNORE, Batch
+from deberta_ds.data.batch import IGNORE, Row, collate
 from deberta_ds.release.pretrained import LoadedModel, load_backbone
 from deberta_ds.tokenizer import MASK_PIECE, Tokenizer
 
@@ -34,12 +34,17 @@ class Filling:
 def load_masked_lm(path: str | Path, tokenizer: str | Path | None = None) -> LoadedModel:
     """Return the model at `path`; UserError if it cannot predict masked words from text."""
     model = load_backbone(path, tokenizer, for_text=True)
+    check_fills_masks(model, path)
+    return model
+
+
+def check_fills_masks(model: LoadedModel, path: str | Path) -> None:
+    """Raise UserError if the model at `path` cannot predict masked words."""
     if model.masked_lm is None:
         raise UserError(
             f"{path}: no masked-LM head with an absolute position table; the enhanced mask decoder "
             "needs both. Give a masked LM, a generator, or a directory exported with its generator "
             "(transformers saves a model without the table; the published .bin files have it)")
-    return model
 
 
 @torch.no_grad()
@@ -54,8 +59,10 @@ def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]
     limit = masked_lm.trunk.encoder.layers[0].attention.config.max_position
     if len(ids) > limit:
         raise UserError(f"the text has {len(ids)} tokens, but the model has {limit} positions")
-    batch = _single_batch(ids, tokenizer.mask_id)
-    states_TC = masked_lm.target_states(words, batch)
+    ids_L = np.array(ids)
+    row = Row(0, ids_L, np.where(ids_L == tokenizer.mask_id, 0, IGNORE),
+              segments=np.ones_like(ids_L), positions=np.arange(len(ids)))
+    states_TC = masked_lm.target_states(words, collate([row]))
     head = masked_lm.head
     hidden_TC = head.norm(F.gelu(head.dense(states_TC)))
     logits_TV = hidden_TC @ words.weight.T + head.bias
@@ -71,27 +78,9 @@ def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]
 def encode_with_masks(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return [CLS] text [SEP] as ids, with "[MASK]" (or the tokenizer's own name for it) standing
     for one masked piece.
-
-    The space before a mask belongs to the masked piece, as it does in training, and what follows a
-    mask has the ids that it has behind other text.
     """
     names = {MASK_PIECE, tokenizer.mask_piece}
-    first, *rest = re.split("|".join(map(re.escape, names)), text.strip())
-    if not rest:
+    parts = re.split("|".join(map(re.escape, names)), text.strip())
+    if len(parts) == 1:
         raise UserError(f"no {' or '.join(sorted(names))} in the text: {text!r}")
-    ids = [tokenizer.cls_id, *(tokenizer.encode(first.rstrip()) if first.strip() else [])]
-    for part in rest:
-        ids += [tokenizer.mask_id, *(tokenizer.encode_after(part.rstrip()) if part.strip() else [])]
-    return [*ids, tokenizer.sep_id]
-
-
-def _single_batch(ids: list[int], mask_id: int) -> Batch:
-    input_ids_BL = torch.tensor([ids])
-    is_masked_BL = input_ids_BL == mask_id
-    columns_M = is_masked_BL[0].nonzero().flatten()
-    labels_BL: Tensor = torch.full_like(input_ids_BL, IGNORE)
-    labels_BL[is_masked_BL] = 0
-    return Batch(rows=torch.zeros(1, dtype=torch.long), input_ids=input_ids_BL, labels=labels_BL,
-                 segments=torch.ones_like(input_ids_BL), positions=torch.arange(len(ids))[None],
-                 target_positions=columns_M[None], target_index=torch.arange(len(columns_M)),
-                 num_targets=len(columns_M), num_tokens=len(ids))
+    return [tokenizer.cls_id, *tokenizer.encode_around_masks(parts), tokenizer.sep_id]

@@ -4,7 +4,6 @@ The same rows, masks and samples for every checkpoint and world size, dropout of
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from deberta_ds.tokenizer import Tokenizer
 _SEED = 0  # of samples: the same for every run and discriminator, so scores compare
 _ROWS_AT_ONCE = 16  # of `score_rows`
 Pairs = list[tuple[list[int], list[int]]]  # ids of the good and of the bad sentence
-_ONE = {"targets": torch.ones(()), "tokens": torch.ones(())}
 
 
 @torch.no_grad()
@@ -46,7 +44,7 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
                for name, found in rows.items()
                for start in range(0, len(found), micro_batch_size)]
     turns = math.ceil(len(batches) / dist.world_size())
-    normalizers = {name: one.to(device) for name, one in _ONE.items()}
+    normalizers = dict.fromkeys(("targets", "tokens"), torch.ones((), device=device))
     parts: dict[str, _Part] = {name: _Part() for name in rows}
     model.eval()
     for turn in range(turns):
@@ -84,18 +82,17 @@ class _Part:
 def _scores(objective: Objective, gathered: list[dict[str, tuple]], rows: dict[str, list[Row]],
             metrics: tuple[str, ...]) -> dict[str, float]:
     """Return the scores over all corpora, and of each; `gathered`: what every rank has counted."""
-    def over(names: Iterable[str]) -> dict[str, float]:
-        return _scores_over(objective, [found[name] for found in gathered for name in names],
-                            [row for name in names for row in rows[name]], metrics)
-
-    scores = over(rows)
-    if len(rows) > 1:
-        scores |= {f"{key}/{name}": value for name in rows for key, value in over([name]).items()}
+    scores = _scores_over(objective, gathered, rows, metrics)
+    for name in rows if len(rows) > 1 else ():
+        of_corpus = _scores_over(objective, gathered, {name: rows[name]}, metrics)
+        scores |= {f"{key}/{name}": value for key, value in of_corpus.items()}
     return scores
 
 
-def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row],
-                 metrics: tuple[str, ...]) -> dict[str, float]:
+def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
+                 rows_of: dict[str, list[Row]], metrics: tuple[str, ...]) -> dict[str, float]:
+    parts = [found[name] for found in gathered for name in rows_of]
+    rows = [row for found in rows_of.values() for row in found]
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
     if not total["targets"]:
@@ -145,9 +142,8 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     sentences = [ids for pair in pairs for ids in pair]
     ranks = dist.world_size()
     turns = math.ceil(len(sentences) / ranks)
-    mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)]
-            for turn in range(turns)]
-    normalizers = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
+    mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)] for turn in range(turns)]
+    normalizers = dict.fromkeys(("targets", "tokens"), torch.ones((), device=device))
     model.eval()
     scores = objective.sentence_scores(lambda batch: model(batch.to(device), normalizers)[1:], mine,
                                        tokenizer)
@@ -189,8 +185,7 @@ def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict
     """Return the scores of `judge` on `rows` with `writer`'s samples at their targets."""
     assert writer.masked_lm is not None and writer.tokenizer is not None
     assert judge.replaced_token_head is not None
-    total = dict.fromkeys(("targets", "tokens"), 0.0)
-    views: dict[str, list[torch.Tensor]] = {"logits": [], "replaced": []}
+    counted = _Part()
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         batch = collate(rows[start:start + _ROWS_AT_ONCE])
         loss_sum, correct, ids_BL = rtd.replace_targets(
@@ -200,11 +195,8 @@ def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict
         replaced_BL, real_BL = ids_BL != original_BL, batch.segments > 0
         logits_BL = judge.replaced_token_head(
             judge.backbone(ids_BL, batch.segments, batch.positions), batch.positions)
-        sums = {"targets": batch.num_targets, "tokens": batch.num_tokens,
-                "generator_loss": loss_sum, "generator_correct": correct,
-                **rtd.detection_sums(logits_BL, replaced_BL, real_BL)}
-        for name, value in sums.items():
-            total[name] = total.get(name, 0.0) + float(value)
-        views["logits"].append(logits_BL[real_BL])
-        views["replaced"].append(replaced_BL[real_BL])
-    return rtd.scores(total, {name: torch.cat(parts) for name, parts in views.items()})
+        counted.add(batch, {"generator_loss": loss_sum, "generator_correct": correct,
+                            **rtd.detection_sums(logits_BL, replaced_BL, real_BL)},
+                    {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]})
+    return rtd.scores(counted.totals, {
+        name: torch.cat(parts) for name, parts in counted.per_token.items()})

@@ -1,33 +1,52 @@
 """Which sentence of a minimal pair a model prefers, over all pairs, with intervals.
 
-A model is asked in the ways its heads allow (`sentence_scores`). An equal score counts one half, so
-a model that answers the same to everything gets 50 %. The overall score is the mean over paradigms,
-as BLiMP's is; an interval is the middle 95 % of bootstrap means over pairs, resampled in each
-paradigm. Nothing here is tuned: temperature 1, no threshold.
+Pseudo-log-likelihood (Salazar et al. 2020): the sum over the tokens of log p(token | the others),
+each by a forward of its own through the enhanced mask decoder. With one token masked at a time the
+tokens of a word give each other away, so "by word" also hides those that follow in the same word
+(Kauf and Ivanova 2023, within-word left to right): a word of whole-word masking, or, as they have
+it, one of the tokenizer's `word_ids()`. A discriminator needs one forward for all tokens:
+log p(original) = log sigmoid(-logit). [CLS] and [SEP] carry no words and are not counted.
+
+Sentences are cut into batches of one length: nothing is padded, and a batch does not depend on the
+number of ranks, so neither do the scores.
+
+An equal score counts one half, so a model that answers the same to everything gets 50 %. The
+overall score is the mean over paradigms, as BLiMP's is; an interval is the middle 95 % of bootstrap
+means over pairs, resampled in each paradigm. Nothing here is tuned: temperature 1, no threshold.
+
+Legend: B batch, L length, C hidden, V vocabulary.
 """
 
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
-from deberta_ds.evaluate.sentence_scores import Work, cut_work, masked_scores, original_scores
-from deberta_ds.objectives.sentences import queries_of
+from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.embeddings import TokenEmbedding
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.objectives.sentences import Queries, masked_batch, queries_of
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.release.tokenizer_files import exported_word_ids
+from deberta_ds.tokenizer import Tokenizer
 
 PUBLISHED = Path(__file__).with_name("blimp_published.json")  # of BLiMP
 _DRAWS, _LEVEL = 10_000, 0.95
+BATCH_TOKENS = 4096
+_LOGITS_AT_ONCE = 1 << 22
 _FEW_PAIRS = 5  # of a paradigm, whose pairs are resampled by themselves
 
 SCORERS = {"pll_word": "PLL by word (of whole-word masking)",
@@ -94,21 +113,23 @@ def _likelihoods(model: LoadedModel, sentences: list[list[int]],
     queries = queries_of(sentences, tokenizer, word_ids)
     lengths = np.array([len(ids) for ids in sentences])[queries.sentence]
     scored = _over_ranks(
-        lambda work: masked_scores(words, masked_lm, tokenizer, sentences, queries, work),
+        lambda items: masked_scores(words, masked_lm, tokenizer, sentences, queries, items),
         cut_work(lengths), "masked LM", per_item=len(sentences) / max(1, len(lengths)))
     values = np.empty(len(lengths))
     for items, part in scored:
         values[items] = part
     return {name: np.bincount(queries.sentence, weights=values * chosen, minlength=len(sentences))
             for name, chosen in (("pll_word_ids" if word_ids else "pll_word", queries.by_word),
-                                 ("pll_piece", queries.by_piece))}
+                                 ("pll_piece", queries.by_token))}
 
 
 def _originality(model: LoadedModel, sentences: list[list[int]], place: np.ndarray
                  ) -> dict[str, np.ndarray]:
     """Return {scorer: [pairs, 2]} of the discriminator."""
+    head = model.replaced_token_head
+    assert head is not None
     scored = _over_ranks(
-        lambda work: original_scores(model.backbone, model.replaced_token_head, sentences, work),
+        lambda items: original_scores(model.backbone, head, sentences, items),
         cut_work(np.array([len(ids) for ids in sentences])), "discriminator", per_item=1.0)
     pieces: list[np.ndarray] = [np.empty(0)] * len(sentences)
     for items, rows in scored:
@@ -125,30 +146,72 @@ def _differing(sentences: list[list[int]], pieces: list[np.ndarray], good: int, 
                ) -> tuple[float, float]:
     """Return both sums over what lies between the longest common beginning and end."""
     one, other = sentences[good][1:-1], sentences[bad][1:-1]
-    shorter = min(len(one), len(other))
-    before = next((k for k in range(shorter) if one[k] != other[k]), shorter)
-    after = next((k for k in range(shorter - before) if one[-1 - k] != other[-1 - k]),
-                 shorter - before)
+    before = len(commonprefix((one, other)))
+    after = len(commonprefix((one[before:][::-1], other[before:][::-1])))
     return (pieces[good][before:len(one) - after].sum(),
             pieces[bad][before:len(other) - after].sum())
 
 
-def _over_ranks(run: Callable[[list[Work]], Iterator[tuple[Work, np.ndarray]]], work: list[Work],
+def _over_ranks(score: Callable[[np.ndarray], np.ndarray], batches: list[np.ndarray],
                 title: str, per_item: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (items, values) of every batch of `work`, each computed by one rank.
+    """Return (items, their scores) of every batch, each computed by one rank.
 
     `per_item` is how many sentences an item stands for in the progress on stderr.
     """
-    mine = work[dist.rank()::dist.world_size()]
-    total = sum(len(batch.items) for batch in mine) * per_item
+    mine = batches[dist.rank()::dist.world_size()]
+    total = sum(map(len, mine)) * per_item
     interval = 0.5 if sys.stderr.isatty() else 20.0
     done = []
     with tqdm(total=total + 1e-6, desc=title, unit=" sentences", unit_scale=True, ncols=90,
               mininterval=interval, disable=not dist.is_main()) as bar:
-        for batch, values in run(mine):
-            done.append((batch.items, values))
-            bar.update(len(batch.items) * per_item)
+        for items in mine:
+            done.append((items, score(items)))
+            bar.update(len(items) * per_item)
     return [part for parts in dist.gather_objects(done) for part in parts]
+
+
+def cut_work(lengths: np.ndarray, batch_tokens: int = BATCH_TOKENS) -> list[np.ndarray]:
+    """Return batches of items (of `lengths`) that share one length, long ones first.
+
+    They hold every item once, and at most `batch_tokens`.
+    """
+    batches: list[np.ndarray] = []
+    for length in np.unique(lengths)[::-1]:
+        items = np.flatnonzero(lengths == length)
+        rows = max(1, batch_tokens // int(length))
+        batches += [items[start:start + rows] for start in range(0, len(items), rows)]
+    return batches
+
+
+@torch.no_grad()
+def masked_scores(words: TokenEmbedding, masked_lm: MaskedLm, tokenizer: Tokenizer,
+                  sentences: list[list[int]], queries: Queries, items: np.ndarray) -> np.ndarray:
+    """Return fp64 [B]: log p of the tokens of a batch of queries, over the tokenizer's ids."""
+    asked = zip(queries.sentence[items], queries.target[items], queries.end[items], strict=True)
+    inputs = masked_batch([(sentences[number], target, end) for number, target, end in asked],
+                          tokenizer).to(words.weight.device)
+    label_B = inputs.labels.gather(1, inputs.target_positions)[:, 0]
+    head, size = masked_lm.head, tokenizer.size
+    states_BC = head.norm(F.gelu(head.dense(masked_lm.target_states(words, inputs))))
+    rows = max(1, _LOGITS_AT_ONCE // size)
+    parts = []
+    for some_BC, some_B in zip(states_BC.split(rows), label_B.split(rows), strict=True):
+        logits_BV = F.linear(some_BC, words.weight[:size], head.bias[:size])
+        chosen_B = logits_BV.gather(1, some_B[:, None])[:, 0]
+        parts.append((chosen_B - logits_BV.logsumexp(-1)).double())
+    return torch.cat(parts).cpu().numpy()
+
+
+@torch.no_grad()
+def original_scores(backbone: Backbone, head: ReplacedTokenHead, sentences: list[list[int]],
+                    items: np.ndarray) -> np.ndarray:
+    """Return fp64 [B, L]: log p(original) of the tokens of a batch of sentences."""
+    ids_BL = torch.tensor([sentences[number] for number in items],
+                          device=backbone.words.weight.device)
+    positions_BL = torch.arange(ids_BL.size(1), device=ids_BL.device).expand_as(ids_BL)
+    segments_BL = torch.ones_like(ids_BL, dtype=torch.int32)
+    logits_BL = head(backbone(ids_BL, segments_BL, positions_BL), positions_BL)
+    return F.logsigmoid(-logits_BL).double().cpu().numpy()
 
 
 def summarize(scored: PairScores, pairs: list[MinimalPair]) -> dict:
@@ -253,14 +316,10 @@ def published_scores(paradigms: dict[str, str]) -> dict[str, dict[str, float]]:
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     if paradigms.keys() != published["paradigms"].keys():
         return {}
-    return {model: _means(published["paradigms"], number, paradigms)
-            for number, model in enumerate(published["columns"])}
-
-
-def _means(scores: dict[str, list[float]], number: int, paradigms: dict[str, str]
-           ) -> dict[str, float]:
-    groups = {"overall": list(scores)}
+    groups = {"overall": list(published["paradigms"])}
     for paradigm, phenomenon in sorted(paradigms.items()):
         groups.setdefault(phenomenon, []).append(paradigm)
-    return {group: sum(scores[name][number] for name in names) / len(names)
-            for group, names in groups.items()}
+    scores = published["paradigms"]
+    return {model: {group: sum(scores[name][number] for name in names) / len(names)
+                    for group, names in groups.items()}
+            for number, model in enumerate(published["columns"])}

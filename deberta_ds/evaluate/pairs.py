@@ -60,7 +60,12 @@ def read_pairs(path: str | Path) -> list[MinimalPair]:
     if not pairs:
         raise UserError(f"{path}: no pairs; a .jsonl with sentence_good and sentence_bad, a .txt "
                         "of Zorro, or a directory or tar archive of such files is expected")
-    _check_names(pairs, str(path))
+    phenomena: dict[str, str] = {}
+    for pair in pairs:  # a paradigm of two phenomena would count twice
+        if phenomena.setdefault(pair.paradigm, pair.phenomenon) != pair.phenomenon:
+            raise UserError(f"{path}: paradigm {pair.paradigm!r} is of phenomenon "
+                            f"{phenomena[pair.paradigm]!r} and of {pair.phenomenon!r}; rename one "
+                            "of the two")
     return pairs
 
 
@@ -110,25 +115,20 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
             data = path.read_bytes()
         yield str(path), path.name, data
     else:
-        yield from _members(path)
+        try:
+            with naming(path), tarfile.open(path) as archive:
+                for member in sorted(archive.getmembers(), key=lambda member: member.name):
+                    if member.isfile() and _holds_pairs(Path(member.name)):
+                        content = archive.extractfile(member)
+                        assert content is not None  # of a regular file
+                        yield f"{path}, {member.name}", member.name, content.read()
+        except tarfile.TarError:
+            raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive") from None
 
 
 def _holds_pairs(file: Path) -> bool:
     is_about = file.stem.lower().startswith(_ABOUT) and file.suffix == ".txt"
     return file.suffix in _SUFFIXES and not is_about and not file.name.startswith(".")
-
-
-def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:
-    try:
-        with naming(path), tarfile.open(path) as archive:
-            members = [member for member in archive.getmembers()
-                       if member.isfile() and _holds_pairs(Path(member.name))]
-            for member in sorted(members, key=lambda member: member.name):
-                file = archive.extractfile(member)
-                assert file is not None  # of a regular file
-                yield f"{path}, {member.name}", member.name, file.read()
-    except tarfile.TarError:
-        raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive") from None
 
 
 def _of_table(place: str, stem: str, file: BinaryIO) -> Iterator[MinimalPair]:
@@ -173,13 +173,3 @@ def _name(values: dict, what: str, default: str, place: str) -> str:
                 raise UserError(f"{place}, {key}: must be a name, it is {values[key]!r}")
             return _SAME_PHENOMENON.get(values[key], values[key])
     return default
-
-
-def _check_names(pairs: list[MinimalPair], place: str) -> None:
-    """A paradigm belongs to one phenomenon, or its mean would count twice."""
-    known: dict[str, str] = {}
-    for pair in pairs:
-        if known.setdefault(pair.paradigm, pair.phenomenon) != pair.phenomenon:
-            raise UserError(f"{place}: paradigm {pair.paradigm!r} is of phenomenon "
-                            f"{known[pair.paradigm]!r} and of {pair.phenomenon!r}; rename one of "
-                            "the two")

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deberta_ds.base.errors import UserError, listed, naming
+from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.json_files import parse_json
-from deberta_ds.evaluate.sentence_scores import cut_work
+from deberta_ds.corpus.tables import text_lines
+from deberta_ds.evaluate.pair_scores import cut_work
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.tokenizer.text import BadTextError, normalise
 
@@ -26,13 +27,10 @@ _DRAWS = 10_000
 
 def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[tuple], list]:
     """Return the texts under `keys` and the labels of a .jsonl; UserError names a bad line."""
-    with naming(path):
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     texts, labels = [], []
-    for number, line in enumerate(lines, start=1):
+    for place, line in text_lines(path):
         if not line.strip():
             continue
-        place = f"{path}, line {number}"
         try:
             values = parse_json(line)
             if lost := [key for key in (*keys, label) if key not in values]:
@@ -73,12 +71,12 @@ def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray
         raise UserError(f"the tokenizer has no token for {empty[0]!r} ({len(empty)} inputs of "
                         f"{len(texts)}); take such inputs out")
     found = np.empty((len(ids), model.model_config.hidden_size), dtype=np.float32)
-    for work in cut_work(np.array([len(one) for one in ids])):
-        inputs_BL = torch.tensor([ids[item] for item in work.items],
+    for items in cut_work(np.array([len(one) for one in ids])):
+        inputs_BL = torch.tensor([ids[item] for item in items],
                                  device=model.backbone.words.weight.device)
         states_BLC = model.backbone(inputs_BL, torch.ones_like(inputs_BL, dtype=torch.int32))
         pooled_BC = states_BLC[:, 0] if pooling == "cls" else states_BLC[:, 1:-1].mean(1)
-        found[work.items] = pooled_BC.cpu().numpy()
+        found[items] = pooled_BC.cpu().numpy()
     return found
 
 

@@ -104,7 +104,7 @@ def _computes_in_fp32() -> bool:
     for batch, rows, inner, columns in _TRIED:
         left = torch.randn(batch, rows, inner, generator=generator)
         right = torch.randn(batch, inner, columns, generator=generator)
-        for product in (torch.bmm, lambda left, right: left[0] @ right[0], _of_turned):
+        for product in (torch.bmm, lambda left, right: left[0] @ right[0], _of_transposed):
             exact = product(left.double(), right.double())
             error = (product(left, right) - exact).norm() / exact.norm()
             if error > 1e-6:  # fp32 has up to 4e-7; tf32 has 3e-4 and bf16 2e-3
@@ -112,7 +112,7 @@ def _computes_in_fp32() -> bool:
     return True
 
 
-def _of_turned(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _of_transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the product of the same numbers, both factors stored transposed."""
     stored = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (left, right))
     return torch.bmm(*stored)

@@ -304,30 +304,24 @@ def save_linear_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     there in the first forward pass and gathered in the second.
     """
     saved: deque[Tensor] = deque()
-    return _SaveOutputs(saved), _ReuseOutputs(saved)
+    return _LinearOutputs(saved, reuse=False), _LinearOutputs(saved, reuse=True)
 
 
-class _SaveOutputs(TorchDispatchMode):
-    def __init__(self, saved: deque[Tensor]):
+class _LinearOutputs(TorchDispatchMode):
+    """Saves the outputs of linear layers, or takes the saved ones in place of computing them."""
+
+    def __init__(self, saved: deque[Tensor], reuse: bool):
         super().__init__()
-        self._saved = saved
+        self._saved, self._reuse = saved, reuse
 
     def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
+        is_linear = operator in _LINEAR_OPERATORS
+        if is_linear and self._reuse:
+            return self._saved.popleft()
         out = operator(*args, **(kwargs or {}))
-        if operator in _LINEAR_OPERATORS:
+        if is_linear:
             self._saved.append(out.detach())  # `out` itself will refer to the graph, and that to it
         return out
-
-
-class _ReuseOutputs(TorchDispatchMode):
-    def __init__(self, saved: deque[Tensor]):
-        super().__init__()
-        self._saved = saved
-
-    def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
-        if operator in _LINEAR_OPERATORS:
-            return self._saved.popleft()
-        return operator(*args, **(kwargs or {}))
 
 
 def gather_columns(hidden_BLC: Tensor, columns_BM: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ Shape legend: T target rows, C hidden size, V vocabulary, N ids of one chunk, K 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +25,7 @@ _SUM_BLOCK = 64
 _SAVED_LOGITS = 1 << 26  # up to this many products (256 MiB of fp32) are saved for backward
 
 
-@dataclass(frozen=True)
-class _Vocabulary:
-    """The ids that may be predicted, [0, size), cut into chunks."""
-
-    size: int
-    chunk: int
-
-    def spans(self) -> list[tuple[int, int]]:
-        starts = range(0, self.size, self.chunk)
-        return [(start, min(start + self.chunk, self.size)) for start in starts]
+Spans = list[tuple[int, int]]  # [start, end) of each chunk of the ids that may be predicted
 
 
 def linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
@@ -65,10 +55,9 @@ def linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, l
     if torch.is_autocast_enabled(device):
         hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
     chunk = chunk or _chunk_for(hidden_TC.shape[0], device)
+    spans = [(start, min(start + chunk, size)) for start in range(0, size, chunk)]
     return _LinearCrossEntropy.apply(
-        hidden_TC, weight_VC, bias_V, labels_T,
-        None if uniforms_T is None else _Sampling(uniforms_T, temperature),
-        _Vocabulary(size, min(chunk, size)))
+        hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, spans)
 
 
 def _check_labels(labels_T: Tensor, size: int) -> None:
@@ -88,14 +77,6 @@ def _chunk_for(rows: int, device: str) -> int:
         return max(1024, _CPU_CHUNK_LOGITS // max(1, rows))
     # A GPU's products of other widths take an unaligned path, several times slower.
     return max(1024, _CHUNK_LOGITS // max(1, rows) // _ALIGNED_IDS * _ALIGNED_IDS)
-
-
-@dataclass(frozen=True)
-class _Sampling:
-    """Parameters of sampling one id per row: uniforms in [0, 1), the softmax temperature."""
-
-    uniforms_T: Tensor
-    temperature: float
 
 
 class _Logits:
@@ -129,15 +110,16 @@ class _Logits:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, sampling, vocabulary):
-        logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
+    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, spans):
+        (_, chunk), (_, size) = spans[0], spans[-1]
+        logits = _Logits(hidden_TC, weight_VC, bias_V, chunk)
         rows = hidden_TC.shape[0]
         max_logit_T = torch.full((rows,), -math.inf, dtype=logits.dtype, device=hidden_TC.device)
         argmax_T = torch.zeros_like(labels_T)
         label_logit_T = torch.zeros_like(max_logit_T)
-        save = rows * vocabulary.size <= _SAVED_LOGITS
+        save = rows * size <= _SAVED_LOGITS
         chunk_lse, sample_lse, saved = [], [], []
-        for start, end in vocabulary.spans():
+        for start, end in spans:
             products_TN = logits.products(logits.weight(start, end))
             if save:
                 saved.append(products_TN)
@@ -148,26 +130,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             argmax_T = torch.where(better_T, max_id_T + start, argmax_T)
             here_T, column_T = _labels_in(labels_T, start, end)
             label_logit_T += logits_TN.gather(1, column_T[:, None])[:, 0] * here_T
-            if sampling is not None and sampling.temperature != 1.0:
-                sample_lse.append((logits_TN / sampling.temperature).logsumexp(-1))
+            if uniforms_T is not None and temperature != 1.0:
+                sample_lse.append((logits_TN / temperature).logsumexp(-1))
             chunk_lse.append(logits_TN.sub_(max_T[:, None]).exp_().sum(-1).log_().add_(max_T))
         log_norm_T = torch.stack(chunk_lse, -1).logsumexp(-1)
         loss_sum = (log_norm_T - label_logit_T).sum()
         correct = (argmax_T == labels_T).sum()
 
         def logits_of(number, some):
-            start, end = vocabulary.spans()[number]
-            subset = _Logits(hidden_TC[some], weight_VC, bias_V, vocabulary.chunk)
+            start, end = spans[number]
+            subset = _Logits(hidden_TC[some], weight_VC, bias_V, chunk)
             products = saved[number][some] if save else subset.products(subset.weight(start, end))
             return subset.of(products, start, end)
 
         sampled_T = None
-        if sampling is not None:
+        if uniforms_T is not None:
             lse_TK = torch.stack(sample_lse or chunk_lse, -1)
-            sampled_T = _sample(sampling, lse_TK, vocabulary, logits_of)
+            sampled_T = _sample(uniforms_T, temperature, lse_TK, spans, logits_of)
             ctx.mark_non_differentiable(sampled_T)
         ctx.save_for_backward(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *saved)
-        ctx.vocabulary = vocabulary
+        ctx.spans = spans
         ctx.mark_non_differentiable(correct)
         return loss_sum, correct, sampled_T
 
@@ -175,16 +157,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss, _grad_correct, _grad_sampled):
         hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *saved = ctx.saved_tensors
-        vocabulary = ctx.vocabulary
-        logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
+        (_, chunk), (_, size) = ctx.spans[0], ctx.spans[-1]
+        logits = _Logits(hidden_TC, weight_VC, bias_V, chunk)
         grad_hidden_TC = torch.zeros_like(hidden_TC, dtype=logits.dtype)
         # Zeros would touch every page of the largest tensor of a step once more.
         grad_weight_VC = torch.empty_like(weight_VC)
         grad_bias_V = torch.empty_like(bias_V)
-        grad_weight_VC[vocabulary.size :] = 0
-        grad_bias_V[vocabulary.size :] = 0
+        grad_weight_VC[size:] = 0
+        grad_bias_V[size:] = 0
         scale = grad_loss.to(logits.dtype)
-        for number, (start, end) in enumerate(vocabulary.spans()):
+        for number, (start, end) in enumerate(ctx.spans):
             weight_NC = logits.weight(start, end)
             products_TN = saved[number] if saved else logits.products(weight_NC)
             grad_TN = logits.of(products_TN, start, end).sub_(log_norm_T[:, None]).exp_()
@@ -200,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 product_NC = torch.mm(grad_TN.t(), hidden_TC, out=logits.cast_NC[: end - start])
                 grad_weight_VC[start:end] = product_NC
         grad_hidden_TC = grad_hidden_TC.to(hidden_TC.dtype)
-        return grad_hidden_TC, grad_weight_VC, grad_bias_V, None, None, None
+        return grad_hidden_TC, grad_weight_VC, grad_bias_V, None, None, None, None
 
 
 def _labels_in(labels_T, start, end) -> tuple[Tensor, Tensor]:
@@ -209,23 +191,23 @@ def _labels_in(labels_T, start, end) -> tuple[Tensor, Tensor]:
     return here_T, (labels_T - start).clamp(0, end - start - 1)
 
 
-def _sample(sampling: _Sampling, lse_TK: Tensor, vocabulary: _Vocabulary, logits_of: Callable
-           ) -> Tensor:
+def _sample(uniforms_T: Tensor, temperature: float, lse_TK: Tensor, spans: Spans,
+            logits_of: Callable) -> Tensor:
     """Return ids by inverse CDF: the chunk by its probability, then the id inside it.
 
     logits_of(number, rows): logits of some rows in one chunk. float64 throughout: an fp32
     cumulative sum over 128,000 ids would bias rare ids.
     """
-    chunk_T, inside_T = sample_chunks(lse_TK, sampling.uniforms_T)
+    chunk_T, inside_T = sample_chunks(lse_TK, uniforms_T)
     sampled_T = torch.empty_like(chunk_T)
     order_T = chunk_T.argsort(stable=True)
     counts = torch.bincount(chunk_T, minlength=lse_TK.shape[1]).tolist()  # the only device sync
     first = 0
-    for number, ((start, end), count) in enumerate(zip(vocabulary.spans(), counts, strict=True)):
+    for number, ((start, end), count) in enumerate(zip(spans, counts, strict=True)):
         rows = order_T[first : first + count]
         first += count
         if count:
-            probs = (logits_of(number, rows).double() / sampling.temperature).softmax(-1)
+            probs = (logits_of(number, rows).double() / temperature).softmax(-1)
             inside_T1 = inside_T[rows, None]
             column = torch.searchsorted(running_sums(probs), inside_T1, right=True)[:, 0]
             sampled_T[rows] = column.clamp_(max=end - start - 1) + start

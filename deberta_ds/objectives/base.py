@@ -42,7 +42,7 @@ class Metric:
 
     @property
     def short_title(self) -> str:
-        """The title without the network's name, for where that stands above or beside it."""
+        """The title without the network's name, for where that stands above or next to it."""
         first, _, rest = self.title.partition(" ")
         return rest.capitalize() if rest and first.lower().startswith(self.network) else self.title
 
@@ -50,7 +50,7 @@ class Metric:
         """Return whether one value of the metric is better than another."""
         return value < than if self.is_loss or self.lower_is_better else value > than
 
-    def beside(self, record: dict) -> float | None:
+    def baseline_of(self, record: dict) -> float | None:
         """Return the baseline's value in an evaluation's record; None where it is not known."""
         try:
             known = {key: value for key, value in record.items() if value is not None}
@@ -59,7 +59,7 @@ class Metric:
             return None
 
 
-# Measured beside an objective's own scores where a run asks for it.
+# Measured next to an objective's own scores where a run asks for it.
 MINIMAL_PAIRS = Metric(
     "minimal_pairs", "Minimal pairs",
     "Share of sentence pairs whose grammatical one is the more probable; of 200 pairs, within 7 "
@@ -121,8 +121,7 @@ class Objective(Protocol):
     def networks(self, run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
         """Return each network's tensors under the names of model files, and notes on them."""
 
-    def parameters(self, run: RunConfig, networks: dict[str, Tensors]
-                   ) -> tuple[Tensors, list[str]]:
+    def parameters(self, run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
         """Return first values of the model's parameters from networks read from files, and notes.
 
         Parameters that are not named start at random.
@@ -146,12 +145,11 @@ def masked_metrics(network: str, title: str, on_console: str) -> tuple[Metric, .
                "Share of the masked tokens that the first guess names.", "share", network,
                ("unigram", lambda record: record["unigram_accuracy"]), in_tile=True),
         Metric(f"{network}_perplexity", f"{title} perplexity", "exp of the loss.", "tenths",
-               network, lower_is_better=True),
-    )
+               network, lower_is_better=True))
 
 
 def masked_headline(scores: Numbers, network: str, who: str) -> str:
-    """Return a masked LM's accuracy beside that of always guessing the most frequent token."""
+    """Return a masked LM's accuracy next to that of always guessing the most frequent token."""
     accuracy, unigram = scores.get(f"{network}_accuracy"), scores.get("unigram_accuracy")
     if accuracy is None or unigram is None:
         return ""
@@ -159,14 +157,16 @@ def masked_headline(scores: Numbers, network: str, who: str) -> str:
             f"guessing the most frequent one would name {unigram:.1%}.")
 
 
+def network_tensors(state: Tensors, prefix: str, head: str) -> Tensors:
+    """Return the tensors below `prefix`, which ends with a dot, under the names of model files."""
+    names = {name: name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+    return {head + short if short.startswith("head.") else short: state[name]
+            for name, short in names.items()}
+
+
 def masked_lm_tensors(state: Tensors, prefix: str) -> Tensors:
-    """Return a masked LM's tensors under the names of model files; `prefix` ends with a dot."""
-    tensors = {"words.weight": state["words.weight"]}
-    for name, tensor in state.items():
-        if name.startswith(prefix):
-            name = name.removeprefix(prefix)
-            tensors["mlm_" + name if name.startswith("head.") else name] = tensor
-    return tensors
+    """Return a masked LM's tensors under the names of model files."""
+    return {"words.weight": state["words.weight"]} | network_tensors(state, prefix, "mlm_")
 
 
 def masked_lm_parameters(tensors: Tensors, prefix: str) -> Tensors:

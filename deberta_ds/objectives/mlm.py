@@ -9,21 +9,12 @@ from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.model import flops
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm
-from deberta_ds.objectives.base import (
-    Forward,
-    Numbers,
-    Tensors,
-    decoder_problem,
-    masked_headline,
-    masked_lm_parameters,
-    masked_lm_tensors,
-    masked_metrics,
-    masked_scores,
-)
+from deberta_ds.objectives import base
+from deberta_ds.objectives.base import Forward, Numbers, Tensors
 from deberta_ds.objectives.sentences import masked_copies
 from deberta_ds.tokenizer import Tokenizer
 
-METRICS = masked_metrics("masked", "Masked-token", on_console="loss")
+METRICS = base.masked_metrics("masked", "Masked-token", on_console="loss")
 HEADS = {"main": "mlm_head."}
 
 
@@ -32,7 +23,7 @@ def encoders(run: RunConfig) -> dict[str, ModelConfig]:
 
 
 def problems(run: RunConfig) -> list[str]:
-    return decoder_problem(run.model.num_layers, run.model.absolute_input, "model.num_layers")
+    return base.decoder_problem(run.model.num_layers, run.model.absolute_input, "model.num_layers")
 
 
 class MlmModel(nn.Module):
@@ -74,7 +65,7 @@ def means(run: RunConfig, total: Numbers) -> Numbers:
 
 
 def scores(total: Numbers, per_token: Tensors) -> Numbers:
-    return masked_scores(total, "masked")
+    return base.masked_scores(total, "masked")
 
 
 def sentence_scores(forward: Forward, sentences: list[list[int]], tokenizer: Tokenizer
@@ -84,12 +75,12 @@ def sentence_scores(forward: Forward, sentences: list[list[int]], tokenizer: Tok
 
 
 def headline(scores: Numbers) -> str:
-    return masked_headline(scores, "masked", "model")
+    return base.masked_headline(scores, "masked", "model")
 
 
 def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
-    return {"main": masked_lm_tensors(state, "masked_lm.")}, []
+    return {"main": base.masked_lm_tensors(state, "masked_lm.")}, []
 
 
 def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
-    return masked_lm_parameters(networks["main"], "masked_lm."), []
+    return base.masked_lm_parameters(networks["main"], "masked_lm."), []

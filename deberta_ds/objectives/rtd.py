@@ -24,18 +24,8 @@ from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import ZERO_INIT
-from deberta_ds.objectives.base import (
-    Forward,
-    Metric,
-    Numbers,
-    Tensors,
-    decoder_problem,
-    masked_headline,
-    masked_lm_parameters,
-    masked_lm_tensors,
-    masked_metrics,
-    masked_scores,
-)
+from deberta_ds.objectives import base
+from deberta_ds.objectives.base import Forward, Metric, Numbers, Tensors
 from deberta_ds.objectives.sentences import SENTENCES_AT_ONCE, padded
 from deberta_ds.tokenizer import Tokenizer
 
@@ -56,7 +46,7 @@ DETECTION_METRICS = (
            "Area under the precision-recall curve of the replaced tokens.", "number",
            "discriminator", ("chance", lambda r: 1 - r["prior_accuracy"])),
 )
-METRICS = (*masked_metrics("generator", "Generator", on_console="gen.loss"), *DETECTION_METRICS)
+METRICS = (*base.masked_metrics("generator", "Generator", "gen.loss"), *DETECTION_METRICS)
 HEADS = {"main": "rtd_head.", "generator": "mlm_head."}
 # Six discriminators of 8 layers that 2e-3 killed: 4e-4 nats and .005 at most.
 _DEAD_GAIN, _DEAD_AREA = 1e-3, 0.02
@@ -70,8 +60,8 @@ def encoders(run: RunConfig) -> dict[str, ModelConfig]:
 
 
 def problems(run: RunConfig) -> list[str]:
-    return decoder_problem(encoders(run)["generator"].num_layers, run.model.absolute_input,
-                           "objective.generator_layers")
+    return base.decoder_problem(encoders(run)["generator"].num_layers, run.model.absolute_input,
+                                "objective.generator_layers")
 
 
 class Discriminator(nn.Module):
@@ -89,10 +79,8 @@ class Discriminator(nn.Module):
 
     def forward(self, generator_words: TokenEmbedding, input_ids_BL: Tensor, batch) -> Tensor:
         """Return logits [B, L] in fp32."""
-        if self.sharing == "es":
-            vectors_BLC = generator_words(input_ids_BL)
-        else:
-            vectors_BLC = self.words(input_ids_BL)
+        words = generator_words if self.sharing == "es" else self.words
+        vectors_BLC = words(input_ids_BL)
         if self.sharing == "gdes":
             vectors_BLC = vectors_BLC + generator_words(input_ids_BL).detach()
         hidden_BLC = self.trunk(vectors_BLC, batch.segments, batch.positions)
@@ -141,20 +129,15 @@ def detection_per_token(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor)
 def replace_targets(words: TokenEmbedding, generator: MaskedLm, batch, *, seed: int,
                     temperature: float, valid_vocab: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return (generator loss sum, number correct, ids [B, L] with samples at the targets)."""
-    flat_T = _target_columns(batch)
     length = batch.input_ids.size(1)
+    starts_B1 = torch.arange(batch.rows.numel(), device=batch.rows.device)[:, None] * length
+    # Of the real targets, in [B * L].
+    flat_T = (starts_B1 + batch.target_positions).flatten()[batch.target_index]
     uniforms_T = token_uniforms(seed, batch.rows[flat_T // length], flat_T % length)
     generator_sum, num_correct, sampled_T = generator(
         words, batch, uniforms_T=uniforms_T, temperature=temperature, valid_vocab=valid_vocab)
     input_ids_BL = batch.input_ids.flatten().index_copy(0, flat_T, sampled_T)
     return generator_sum, num_correct, input_ids_BL.view_as(batch.input_ids)
-
-
-def _target_columns(batch) -> Tensor:
-    """Return flat indices [T] into [B * L] of the real targets."""
-    length = batch.input_ids.size(1)
-    starts_B1 = torch.arange(batch.rows.numel(), device=batch.rows.device)[:, None] * length
-    return (starts_B1 + batch.target_positions).flatten()[batch.target_index]
 
 
 def detection_sums(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:
@@ -203,12 +186,12 @@ def detection_means(total: Numbers) -> Numbers:
 
 
 def scores(total: Numbers, per_token: Tensors) -> Numbers:
-    return masked_scores(total, "generator") | detection_scores(total, per_token)
+    return base.masked_scores(total, "generator") | detection_scores(total, per_token)
 
 
 def detection_scores(total: Numbers, per_token: Tensors) -> Numbers:
-    """Accuracy means little here (most tokens are original), so it is shown beside the class prior,
-    with the gain over it in nats, ROC-AUC and average precision (scikit-learn's definitions).
+    """Accuracy means little here (most tokens are original), so it is shown with the class prior,
+    the gain over it in nats, ROC-AUC and average precision (scikit-learn's definitions).
     """
     prior = total["replaced"] / total["tokens"]
     loss = total["discriminator_loss"] / total["tokens"]
@@ -247,7 +230,7 @@ def sentence_scores(forward: Forward, sentences: list[list[int]], tokenizer: Tok
 
 
 def headline(scores: Numbers) -> str:
-    text = masked_headline(scores, "generator", "generator")
+    text = base.masked_headline(scores, "generator", "generator")
     gain, area = scores.get("discriminator_gain"), scores.get("roc_auc")
     if gain is not None:
         verb = "beats" if gain > 0 else "does not yet beat"
@@ -261,12 +244,7 @@ def headline(scores: Numbers) -> str:
 
 def discriminator_tensors(state: Tensors) -> Tensors:
     """Return a discriminator's tensors under the names of model files."""
-    tensors = {}
-    for name, tensor in state.items():
-        if name.startswith("discriminator."):
-            name = name.removeprefix("discriminator.")
-            tensors["rtd_" + name if name.startswith("head.") else name] = tensor
-    return tensors
+    return base.network_tensors(state, "discriminator.", "rtd_")
 
 
 def discriminator_parameters(tensors: Tensors) -> Tensors:
@@ -286,7 +264,7 @@ def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[s
     elif sharing == "es":
         main["words.weight"] = state["words.weight"].clone()
         notes.append("copied: the token embedding is the generator's (sharing = es)")
-    return {"main": main, "generator": masked_lm_tensors(state, "generator.")}, notes
+    return {"main": main, "generator": base.masked_lm_tensors(state, "generator.")}, notes
 
 
 def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
@@ -297,7 +275,7 @@ def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, l
     embedding. Both tables in fp32: the difference is exact.
     """
     main, generator = networks["main"], networks["generator"]
-    found = masked_lm_parameters(generator, "generator.") | discriminator_parameters(main)
+    found = base.masked_lm_parameters(generator, "generator.") | discriminator_parameters(main)
     words, sharing = main["words.weight"], run.objective.embedding_sharing
     if sharing == "es":
         return found | {"words.weight": words}, [

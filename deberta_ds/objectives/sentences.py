@@ -23,7 +23,7 @@ class Queries:
     sentence: np.ndarray
     target: np.ndarray
     end: np.ndarray
-    by_piece: np.ndarray
+    by_token: np.ndarray
     by_word: np.ndarray
 
 

@@ -63,8 +63,8 @@ def _replaced(module, name: str, value) -> Iterator[None]:
         setattr(module, name, original)
 
 
-def _first_words(draw, *_arguments) -> Tensor:
-    return torch.zeros_like(draw.uniforms_T, dtype=torch.int64)
+def _first_words(uniforms_T: Tensor, *_arguments) -> Tensor:
+    return torch.zeros_like(uniforms_T, dtype=torch.int64)
 
 
 def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 # Llama 3 (arXiv 2407.21783, section 3.3.4): 419 interruptions in 54 days on 16,384 H100.
 HOURS_OF_A_GPU_BETWEEN_FAILURES = 50_000
-COPY_BYTES_PER_SECOND = 2e9  # of a rank's state to host memory: pageable, with nothing beside it
+COPY_BYTES_PER_SECOND = 2e9  # of a rank's state to host memory: pageable, with nothing next to it
 STATE_BYTES = 12  # a parameter: fp32 weights and both moments
 LEAST_SECONDS = 600.0  # below, nothing is gained and a shared file system has work all the time
 _MOST_WRITING = 0.1  # share of the time in which a save is being written

@@ -1,7 +1,7 @@
 """One table of GPUs: what a plan and an MFU figure need to know of a card.
 
 Dense figures of the vendors' data sheets (no sparsity), a card in its usual 8-GPU node. Products of
-fp32 are computed in fp32, as torch does by default: TF32's peaks are not those of any run here.
+fp32 are computed in fp32, as torch does by default; a run in TF32 has no MFU.
 """
 
 import re

@@ -34,7 +34,7 @@ def last_checkpoints(run: str | Path, count: int) -> list[Path]:
 def average(models: list[str | Path]) -> Release:
     """Return the mean of models of one shape and tokenizer: fp32, added up in float64.
 
-    Any that `read_release` reads; one is in memory at a time, beside the sums. UserError for
+    Any that `read_release` reads; one is in memory at a time, next to the sums. UserError for
     models that differ in shape, heads, labels or tokenizer.
     """
     first, tokenizer = _read(models[0])
@@ -88,7 +88,7 @@ def _check_like(release: Release, first: Release, sums: dict[str, dict[str, Tens
 
 
 def _what_counts(network: Network) -> dict:
-    """Return what a network computes with beside its tensors."""
+    """Return what a network computes with next to its tensors."""
     values = dataclasses.asdict(without_unused(network.config))
     return {key: value for key, value in values.items() if key not in FREE} | {
         "label2id": network.rest.get("label2id")}

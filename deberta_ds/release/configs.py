@@ -33,15 +33,14 @@ _REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermedia
 # Keys whose other values would change what is computed: {key: (default, value we compute)}.
 _FIXED = {"type_vocab_size": (0, 0), "hidden_act": ("gelu", "gelu"), "conv_groups": (1, 1),
           "talking_head": (False, False)}
-_UNDERSTOOD = {*_SAME_MEANING.values(), *_FIXED, "position_buckets", "relative_attention",
-               "pos_att_type", "share_att_key", "norm_rel_ebd", "position_biased_input",
-               "conv_kernel_size", "conv_act", "embedding_size", "attention_head_size",
-               "pad_token_id", "padding_idx", "model_type", "dtype", "torch_dtype",
-               "transformers_version", "tie_word_embeddings", "_name_or_path"}
 _PARTLY_SAME = {  # ours: theirs, where the values differ
     "position_terms": "pos_att_type", "share_position_projections": "share_att_key",
     "relative_norm": "norm_rel_ebd", "absolute_input": "position_biased_input",
     "conv_kernel": "conv_kernel_size", "conv_activation": "conv_act"}
+_UNDERSTOOD = {*_SAME_MEANING.values(), *_PARTLY_SAME.values(), *_FIXED, "position_buckets",
+               "relative_attention", "embedding_size", "attention_head_size", "pad_token_id",
+               "padding_idx", "model_type", "dtype", "torch_dtype", "transformers_version",
+               "tie_word_embeddings", "_name_or_path"}
 
 
 def is_v1_shape(config: ModelConfig) -> bool:
@@ -94,9 +93,6 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
 def model_config(values: dict, place: str) -> ModelConfig:
     """Return a validated ModelConfig; UserError names `place` and the first bad key."""
     try:
-        for name in ("hidden_dropout", "attention_dropout", "norm_eps", "init_std"):
-            if isinstance(values.get(name), int):
-                values = values | {name: float(values[name])}
         # JSON mode: strict about types, but arrays become tuples.
         return TypeAdapter(ModelConfig).validate_json(json.dumps(values))
     except ValidationError as error:

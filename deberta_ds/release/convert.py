@@ -66,7 +66,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
                   ) -> Summary:
     """Write a release to directory `out`; `source` is what conversion.json says it comes from.
 
-    The new directory is written beside `out`, checked, and only then moved into place. UserError if
+    The new directory is written next to `out`, checked, and only then moved there. UserError if
     a check fails.
     """
     if out.is_symlink():
@@ -74,8 +74,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     _clean_up_after_killed(out)
     before = _state(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    described = [f"read: {name}: {_shape(network)}"
-                 for name, network in release.networks().items()]
+    described = [f"read: {name}: {_shape(network)}" for name, network in release.networks().items()]
     changes = read_back.changes_beyond_reach(release)
     if to == "hf":
         release = _with_readable_tables(release)
@@ -94,7 +93,9 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
             raise UserError(f"{out}: something else has been written there meanwhile; run this "
                             "again, or name another directory")
         check_out(out)  # it took minutes
-        notes += _replaced(out)
+        if before:
+            notes.append(f"replaced: what {out} held, converted from "
+                         f"{read_json(out / RECORD).get('source', 'another model')}")
         _replace(fresh, out)
     except UserError as error:
         raise UserError(str(error).replace(str(fresh), str(out))) from error
@@ -119,9 +120,12 @@ def check_out(out: str | Path, *sources: str | Path) -> None:
     if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():
         raise UserError(f"{out}: is not empty and was not written by this command (no {RECORD}); "
                         "name another directory")
-    if out.is_dir() and (changed := _changed(out)):
-        raise UserError(f"{out}: {listed(changed)} was changed or put there after the conversion "
-                        "that it holds; name another directory, or move it away")
+    if (out / RECORD).is_file():
+        known = read_json(out / RECORD).get("files")
+        known = known if isinstance(known, dict) else {}
+        if changed := [name for name, state in _files(out).items() if known.get(name) != state]:
+            raise UserError(f"{out}: {listed(changed)} was changed or put there after the "
+                            "conversion that it holds; name another directory, or move it away")
 
 
 def seal(out: Path) -> None:
@@ -141,29 +145,13 @@ def _files(out: Path) -> dict[str, str]:
     return found
 
 
-def _changed(out: Path) -> list[str]:
-    """Return the files of an older conversion's directory that are not as it left them."""
-    if not (out / RECORD).is_file():
-        return []
-    known = read_json(out / RECORD).get("files")
-    known = known if isinstance(known, dict) else {}
-    return [name for name, state in _files(out).items() if known.get(name) != state]
-
-
 def _state(out: Path) -> tuple[int, int] | None:
     record = out / RECORD
     return (record.stat().st_ino, record.stat().st_mtime_ns) if record.is_file() else None
 
 
-def _replaced(out: Path) -> list[str]:
-    if not (out / RECORD).is_file():
-        return []
-    return [f"replaced: what {out} held, converted from "
-            f"{read_json(out / RECORD).get('source', 'another model')}"]
-
-
 def _clean_up_after_killed(out: Path) -> None:
-    """Delete what conversions to `out` that were killed have left beside it.
+    """Delete what conversions to `out` that were killed have left next to it.
 
     One that was killed between the two renames of `_replace` has moved the older conversion aside:
     that is put back first. The number in a name is the writer's process id: a living one is at
@@ -211,18 +199,14 @@ def _check(release: Release, out: Path, to: str) -> tuple[list[str], list[str]]:
     checks = [f"{check_tensors(release, out)} tensors read back bit for bit"]
     warnings = []
     if to == "hf":
-        checks += [f"{result.network}: {result.loaded_as}: no missing, no unexpected keys; hidden "
-                   f"states differ by {result.relative_error:.1e} relative"
-                   for result in check_hugging_face(release, out)]
+        checks += check_hugging_face(release, out)
         if not open_tokenizer(release.tokenizer_files):
             warnings = ["no tokenizer: the source has none; give its path with --tokenizer"]
+        elif differing := check_tokenizer(out):
+            warnings = [f"AutoTokenizer differs from the training tokenizer on {line}"
+                        for line in differing]
         else:
-            differing = check_tokenizer(out)
-            if differing:
-                warnings = [f"AutoTokenizer differs from the training tokenizer on {line}"
-                            for line in differing]
-            else:
-                checks.append("AutoTokenizer gives the ids of the training tokenizer")
+            checks.append("AutoTokenizer gives the ids of the training tokenizer")
     return checks, warnings
 
 
@@ -251,7 +235,7 @@ def microsoft_tensors(network: Network, notes: list[str]) -> dict[str, Tensor]:
     if not config.key_bias:
         tensors = with_zero_key_biases(network)
         notes.append("derived: zero key biases, which the official code gives v1 models")
-    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    theirs = names.to_theirs(tensors, config)
     return {(names.PREFIX if names.is_encoder_name(name) else "") + name: tensor
             for name, tensor in theirs.items()}
 

@@ -26,7 +26,7 @@ from deberta_ds.release.tokenizer_files import pad_id_of, write_tokenizer_files
 
 GENERATOR_DIRECTORY = "generator"
 CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
-# transformers class: the tensors it owns beside the encoder's.
+# transformers class: the tensors it owns next to the encoder's.
 _HEAD_OF = {"Model": (), "ForMaskedLM": ("lm_predictions.",),
             "ForSequenceClassification": ("pooler.", "classifier."),
             "ForMultipleChoice": ("pooler.", "classifier."),
@@ -66,18 +66,15 @@ def head_class(network: Network) -> str:
     if network.has("rtd_head."):
         return "Model"
     if network.has("pooler.") and is_classifier:
-        return "ForMultipleChoice" if _chooses(network) else "ForSequenceClassification"
+        # A classifier that scores each of several choices; v1 has no class for that.
+        chooses = (_num_labels(network) > 1 == network.tensors["classifier.weight"].size(0)
+                   and model_type(network) == configs.V2)
+        return "ForMultipleChoice" if chooses else "ForSequenceClassification"
     if network.has("qa_outputs."):
         return "ForQuestionAnswering"
     if is_classifier and not network.has("proj."):
         return "ForTokenClassification"
     return "ForMaskedLM" if network.has("mlm_head.") else "Model"
-
-
-def _chooses(network: Network) -> bool:
-    """Return whether a classifier scores each of several choices; there is no such class of v1."""
-    return (_num_labels(network) > 1 and network.tensors["classifier.weight"].size(0) == 1
-            and model_type(network) == configs.V2)
 
 
 def _num_labels(network: Network) -> int:
@@ -137,7 +134,7 @@ def split_tensors(network: Network, kind: str, head: str
     if kind == configs.V2 and not config.key_bias:
         tensors = with_zero_key_biases(network)
         notes.append("derived: zero key biases, which transformers' v2 class always has")
-    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    theirs = names.to_theirs(tensors, config)
     theirs, added = without_unread_rows(theirs, config)
     notes += added
     if kind == configs.V1:

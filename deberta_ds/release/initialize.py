@@ -79,7 +79,7 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
     if run.init.generator:
         other = read_release(run.init.generator)
         generator, generator_place = other.generator or other.main, run.init.generator
-        # A delta belongs to the generator it was trained beside.
+        # A delta belongs to the generator it was trained with.
         main = dataclasses.replace(main, tensors={name: tensor for name, tensor in
                                                   main.tensors.items() if name != "words.delta"})
     if "generator" not in encoders:

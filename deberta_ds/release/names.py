@@ -12,6 +12,8 @@ fine-tuned models (`pooler.*`, `classifier.*`, ...) keep their names everywhere.
 
 from torch import Tensor, stack
 
+from deberta_ds.config.run_config import ModelConfig
+
 PREFIX = "deberta."  # of the encoder inside every model with a head
 V1_ONLY = ".attention.self.in_proj.weight"
 
@@ -49,12 +51,12 @@ COPIES = {  # tied duplicates in transformers' files and state: of 3 and 4, the 
 OTHER_HEADS = ("pooler.", "classifier.", "proj.", "qa_outputs.", "head.")
 
 
-def name_table(num_layers: int, absolute_input: bool) -> dict[str, str]:
+def name_table(config: ModelConfig) -> dict[str, str]:
     """Return {our name or stem: their name or stem without "deberta."} of one network."""
     # Added to the input the table belongs to the encoder, otherwise to the enhanced mask decoder.
-    table = _INPUT | {"trunk.input.positions.weight" if absolute_input else "positions.weight":
-                      _POSITION_TABLE}
-    for layer in range(num_layers):
+    table = _INPUT | {"trunk.input.positions.weight" if config.absolute_input else
+                      "positions.weight": _POSITION_TABLE}
+    for layer in range(config.num_layers):
         table |= {f"trunk.encoder.layers.{layer}.{ours}": f"encoder.layer.{layer}.{theirs}"
                   for ours, theirs in _LAYER.items()}
     return table | _HEADS
@@ -65,22 +67,19 @@ def is_encoder_name(theirs: str) -> bool:
     return theirs.startswith(("embeddings.", "encoder."))
 
 
-def to_theirs(tensors: dict[str, Tensor], num_layers: int, absolute_input: bool
-              ) -> dict[str, Tensor]:
+def to_theirs(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return the same tensors under the microsoft names without prefix; unknown names stay."""
-    return _rename(tensors, name_table(num_layers, absolute_input))
+    return _rename(tensors, name_table(config))
 
 
-def to_ours(tensors: dict[str, Tensor], num_layers: int, absolute_input: bool
-            ) -> dict[str, Tensor]:
+def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return the same tensors under our names; unknown names stay."""
-    table = name_table(num_layers, absolute_input)
-    return _rename(tensors, {theirs: ours for ours, theirs in table.items()})
+    return _rename(tensors, {theirs: ours for ours, theirs in name_table(config).items()})
 
 
-def their_name(ours: str, num_layers: int, absolute_input: bool) -> str:
+def their_name(ours: str, config: ModelConfig) -> str:
     """Return the microsoft name without prefix of one tensor; an unknown name stays."""
-    return next(iter(_rename({ours: None}, name_table(num_layers, absolute_input))))
+    return next(iter(_rename({ours: None}, name_table(config))))
 
 
 def from_legacy_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

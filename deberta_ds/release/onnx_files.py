@@ -1,6 +1,6 @@
-"""ONNX files beside a Hugging Face directory, compared with PyTorch before they count as written.
+"""ONNX files next to a Hugging Face directory, compared with PyTorch before they count as written.
 
-    DIR/onnx/model.onnx             fp32; model.onnx.data beside it holds the weights above 1.5 GB
+    DIR/onnx/model.onnx             fp32; model.onnx.data next to it holds the weights above 1.5 GB
     DIR/onnx/model_quantized.onnx   int8 by dynamic quantization
     DIR/generator/onnx/...          the generator, with its enhanced mask decoder
 
@@ -10,7 +10,6 @@ The names are those that optimum and transformers.js look for. onnx and onnxrunt
 
 import logging
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,27 +20,13 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.encoder import DecoderQueries
+from deberta_ds.release import release as networks
 from deberta_ds.release.hf import GENERATOR_DIRECTORY, head_class
-from deberta_ds.release.release import (
-    Network,
-    Release,
-    build_backbone,
-    build_masked_lm,
-    build_replaced_token_head,
-)
+from deberta_ds.release.release import Network, Release
 
 TOLERANCE = 1e-4  # of the largest output, or of 1: two orders of summation in fp32
 MODEL, QUANTIZED = "model.onnx", "model_quantized.onnx"
 _INLINE_BYTES = 1_500_000_000  # protobuf ends at 2 GiB
-
-
-@dataclass(frozen=True)
-class Gap:
-    """How far ONNX's outputs are from PyTorch's on real tokens."""
-
-    largest: float  # difference, in parts of the largest output or of 1
-    mean_square: float  # root of the mean square of the difference, in parts of the outputs'
-    same_choice: float  # share of logits whose largest class, or whose sign, is the same
 
 
 def require_onnx() -> None:
@@ -76,19 +61,19 @@ def write_network(network: Network, directory: Path, precision: str) -> list[str
     head = graph_head(network)
     _save(build(network, head), directory / MODEL)
     batches = sample_batches(network.config, head)
-    gap = compare(network, head, directory / MODEL, batches)
-    if not gap.largest <= TOLERANCE:
+    largest, _, _ = compare(network, head, directory / MODEL, batches)
+    if not largest <= TOLERANCE:
         raise UserError(f"{directory / MODEL}: onnxruntime computes other values than PyTorch "
-                        f"(difference {gap.largest:.1e}, allowed {TOLERANCE:.0e})")
+                        f"(difference {largest:.1e}, allowed {TOLERANCE:.0e})")
     lengths = ", ".join(str(ids.size(-1)) for ids, _ in batches)
-    lines = [f"onnx/{MODEL} ({head}): {gap.largest:.1e} from PyTorch at lengths {lengths}, padded"]
+    lines = [f"onnx/{MODEL} ({head}): {largest:.1e} from PyTorch at lengths {lengths}, padded"]
     if precision == "int8":
         quantize(build(network, head, tied=False), directory / QUANTIZED)
-        gap = compare(network, head, directory / QUANTIZED, batches)
-        if not np.isfinite(gap.mean_square):
+        _, mean_square, same = compare(network, head, directory / QUANTIZED, batches)
+        if not np.isfinite(mean_square):
             raise UserError(f"{directory / QUANTIZED}: gives values that are no numbers")
-        lines.append(f"onnx/{QUANTIZED}: int8, {gap.mean_square:.1%} from PyTorch (root mean "
-                     f"square); {gap.same_choice:.1%} of the choices the same, on random tokens")
+        lines.append(f"onnx/{QUANTIZED}: int8, {mean_square:.1%} from PyTorch (root mean "
+                     f"square); {same:.1%} of the choices the same, on random tokens")
     return lines
 
 
@@ -156,21 +141,24 @@ def sample_batches(config: ModelConfig, head: str) -> list[tuple[Tensor, Tensor]
             mask_BL[row, max(1, length * row // rows):] = 0
         batches.append((ids_BL * mask_BL, mask_BL))
     if head == "ForMultipleChoice":
-        batches = [(ids.unflatten(0, (-1, 2)), mask.unflatten(0, (-1, 2)))
-                   for ids, mask in batches]
+        batches = [(ids.unflatten(0, (-1, 2)), mask.unflatten(0, (-1, 2))) for ids, mask in batches]
     return batches
 
 
-def compare(network: Network, head: str, path: Path, batches: list[tuple[Tensor, Tensor]]) -> Gap:
-    """Return how far the outputs of the file at `path` are from `expected`'s, at the worst."""
+def compare(network: Network, head: str, path: Path, batches: list[tuple[Tensor, Tensor]]
+            ) -> tuple[float, float, float]:
+    """Return how far the outputs of the file at `path` are from `expected`'s, at the worst: the
+    largest difference, in parts of the largest output or of 1; the root of its mean square, in
+    parts of the outputs'; the share of logits whose largest class, or whose sign, is the same.
+    """
     session = open_session(path)
     gaps = []
     for ids, mask in batches:
         found = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
         for ours, theirs in zip(expected(network, head, ids, mask), found, strict=True):
             gaps.append(_gap(ours, torch.from_numpy(theirs), mask))
-    return Gap(max(gap.largest for gap in gaps), max(gap.mean_square for gap in gaps),
-               min(gap.same_choice for gap in gaps))
+    largest, mean_square, same = zip(*gaps, strict=True)
+    return max(largest), max(mean_square), min(same)
 
 
 def open_session(path: Path):
@@ -183,7 +171,7 @@ def open_session(path: Path):
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def _gap(ours: Tensor, theirs: Tensor, mask: Tensor) -> Gap:
+def _gap(ours: Tensor, theirs: Tensor, mask: Tensor) -> tuple[float, float, float]:
     by_token = ours.shape[:2] == mask.shape and mask.ndim == 2
     if by_token:  # what stands in the columns of padding means nothing
         ours, theirs = ours[mask.bool()], theirs[mask.bool()]
@@ -191,11 +179,9 @@ def _gap(ours: Tensor, theirs: Tensor, mask: Tensor) -> Gap:
     largest = difference.abs().max() / max(1.0, ours.abs().max().item())
     mean_square = difference.square().mean().sqrt() / ours.double().square().mean().sqrt()
     same = ours.argmax(-1) == theirs.argmax(-1) if ours.ndim > 1 else (ours > 0) == (theirs > 0)
-    return Gap(_or_infinity(largest), _or_infinity(mean_square), same.double().mean().item())
-
-
-def _or_infinity(value: Tensor) -> float:
-    return float(value) if value.isfinite() else float("inf")
+    largest, mean_square = (value.nan_to_num(np.inf, np.inf).item()
+                            for value in (largest, mean_square))
+    return largest, mean_square, same.double().mean().item()
 
 
 @torch.no_grad()
@@ -203,12 +189,12 @@ def expected(network: Network, head: str, ids: Tensor, mask: Tensor) -> tuple[Te
     """Return the graph's outputs, computed by PyTorch."""
     if head == "ForMaskedLM":
         return (_masked_lm_logits(network, ids, mask),)
-    hidden_BLC = build_backbone(network)(ids.flatten(0, -2), mask.flatten(0, -2))
+    hidden_BLC = networks.build_backbone(network)(ids.flatten(0, -2), mask.flatten(0, -2))
     if head == "Model":
         if not network.has("rtd_head."):
             return (hidden_BLC,)
         positions_BL = torch.arange(ids.size(1)).expand(ids.shape)
-        return hidden_BLC, build_replaced_token_head(network)(hidden_BLC, positions_BL)
+        return hidden_BLC, networks.build_replaced_token_head(network)(hidden_BLC, positions_BL)
     get = network.tensors
     if head in ("ForSequenceClassification", "ForMultipleChoice"):
         activation = getattr(F, network.rest.get("pooler_hidden_act", "gelu"))
@@ -223,7 +209,7 @@ def expected(network: Network, head: str, ids: Tensor, mask: Tensor) -> tuple[Te
 
 def _masked_lm_logits(network: Network, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
     """Return logits [B, L, V] of the enhanced mask decoder in every column."""
-    words, masked_lm = build_masked_lm(network)
+    words, masked_lm = networks.build_masked_lm(network)
     columns_BL = torch.arange(ids_BL.size(1)).expand(ids_BL.shape)
     decoder = masked_lm.positions and DecoderQueries(masked_lm.positions(columns_BL), columns_BL)
     hidden_BLC = masked_lm.trunk(words(ids_BL), mask_BL, None, decoder)

@@ -41,15 +41,9 @@ class Graph:
 
     def add(self, operator: str, *inputs: str, **attributes) -> str:
         """Add a node of one output."""
-        return self.add_many(operator, 1, *inputs, **attributes)[0]
-
-    def add_many(self, operator: str, outputs: int, *inputs: str, **attributes) -> list[str]:
-        """Add a node of several outputs."""
-        number = len(self.nodes)
-        names = [f"{operator}_{number}_{k}" for k in range(outputs)]
-        self.nodes.append(helper.make_node(operator, inputs, names, f"{operator}_{number}",
-                                           **attributes))
-        return names
+        name = f"{operator}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operator, inputs, [f"{name}_0"], name, **attributes))
+        return f"{name}_0"
 
     def constant(self, values: Tensor | list | int | float, name: str | None = None) -> str:
         """Return the name of a constant; of several with one name there is one."""
@@ -81,11 +75,9 @@ class Graph:
         if isinstance(module, nn.Linear):
             return self.linear(inputs, module.weight, module.bias, name)
         assert isinstance(module, nn.LayerNorm)
-        return self.norm(inputs, module.weight, module.bias, module.eps, name)
-
-    def norm(self, inputs: str, weight: Tensor, bias: Tensor, eps: float, name: str) -> str:
-        return self.add("LayerNormalization", inputs, self.constant(weight, f"{name}.weight"),
-                        self.constant(bias, f"{name}.bias"), epsilon=eps, axis=-1)
+        weight, bias = (self.constant(tensor, f"{name}.{part}") for tensor, part in (
+            (module.weight, "weight"), (module.bias, "bias")))
+        return self.add("LayerNormalization", inputs, weight, bias, epsilon=module.eps, axis=-1)
 
     def model(self, name: str, facts: dict[str, str]) -> onnx.ModelProto:
         graph = helper.make_graph(self.nodes, name, self.inputs, self.outputs,
@@ -179,9 +171,8 @@ def _add_encoder_and_head(graph: Graph, network: release.Network, head: str) -> 
     logits = graph.linear(hidden, get(f"{layer}.weight"), get(f"{layer}.bias"), layer)
     classes = get(f"{layer}.weight").size(0)
     if head == "ForQuestionAnswering":
-        parts = graph.add_many("Split", 2, logits, axis=-1, num_outputs=2)
-        for part, name in zip(parts, ("start_logits", "end_logits"), strict=True):
-            graph.output(graph.add("Squeeze", part, graph.constant([-1])), name,
+        for part, name in enumerate(("start_logits", "end_logits")):
+            graph.output(graph.add("Gather", logits, graph.constant(part), axis=-1), name,
                          ["batch", "length"])
     elif head == "ForTokenClassification":
         graph.output(logits, "logits", ["batch", "length", classes])
@@ -232,18 +223,19 @@ def _add_trunk(graph: Graph, text: Text, words: str, trunk: Trunk, config: Model
         sums = graph.add("Add", sums, _add_positions(graph, text, trunk.input.positions.weight))
     embedded = graph.add("Mul", graph.module(sums, trunk.input.norm, "input.norm"), text.real)
     encoder = trunk.encoder
-    slots = _add_slots(graph, text, config) if config.relative_attention else None
+    slots = _add_slots(graph, text, config) if config.relative_attention else ("", "")
     relative_SC = encoder.relative
     if encoder.relative_norm is not None:
         relative_SC = encoder.relative_norm(relative_SC)
     hidden, last = embedded, len(encoder.layers) - 1
     for number, layer in enumerate(encoder.layers):
         block = _Block(graph, text, layer, relative_SC, slots, f"layers.{number}")
+        keys_values = block.project_keys_values(hidden)
         if number == last and decoder_positions is not None:
             # The last layer twice, keys and values from the states below it (heads.MaskedLm).
             queries = graph.add("Add", _add_positions(graph, text, decoder_positions), hidden)
-            return block.add(block.add(queries, hidden), hidden)
-        hidden = block.add(hidden, hidden)
+            return block.add(block.add(queries, keys_values), keys_values)
+        hidden = block.add(hidden, keys_values)
         if number == 0 and encoder.convolution is not None:
             hidden = _add_convolution(graph, text, embedded, hidden, encoder.convolution, config)
     return hidden
@@ -283,18 +275,17 @@ class _Block:
     """One layer of the encoder, to be added once or twice over the same keys and values."""
 
     def __init__(self, graph: Graph, text: Text, layer: Layer, relative_SC: Tensor | None,
-                 slots: tuple[str, str] | None, name: str):
+                 slots: tuple[str, str], name: str):
         self.graph, self.text, self.layer, self.name = graph, text, layer, name
         attention: Attention = layer.attention
         self.config, self.slots = attention.config, slots
         nothing_BLC = torch.zeros(1, 1, self.config.hidden_size)
         _, _, self.key_HSD, self.query_HSD = attention.project_keys_values(nothing_BLC, relative_SC)
         self.scale = score_scale(self.config.head_size, self.key_HSD, self.query_HSD)
-        self.memory: tuple[str, str, str | None] | None = None
 
-    def add(self, queries: str, hidden: str) -> str:
+    def add(self, queries: str, keys_values: tuple[str, str, str | None]) -> str:
         graph, layer, name = self.graph, self.layer, self.name
-        attended = graph.module(self._attend(queries, hidden), layer.attention.output,
+        attended = graph.module(self._attend(queries, *keys_values), layer.attention.output,
                                 f"{name}.output")
         normed = graph.module(graph.add("Add", attended, queries), layer.attention_norm,
                               f"{name}.attention_norm")
@@ -302,15 +293,13 @@ class _Block:
         sums = graph.add("Add", graph.module(expanded, layer.ffn_out, f"{name}.ffn_out"), normed)
         return graph.module(sums, layer.ffn_norm, f"{name}.ffn_norm")
 
-    def _attend(self, queries: str, hidden: str) -> str:
+    def _attend(self, queries: str, keys: str, values: str, from_positions: str | None) -> str:
         graph, query = self.graph, self.layer.attention.query
-        keys, values, from_positions = self._memory(hidden)
         scaled = graph.linear(queries, query.weight * self.scale, query.bias * self.scale,
                               f"{self.name}.query")
         heads = self._heads(scaled)
         scores = graph.add("MatMul", heads, graph.add("Transpose", keys, perm=[0, 1, 3, 2]))
         if self.key_HSD is not None:
-            assert self.slots is not None
             term = self._position_term(heads, self.key_HSD, self.slots[0], "position_key")
             scores = graph.add("Add", scores, term)
         if from_positions is not None:
@@ -320,20 +309,16 @@ class _Block:
         rows = graph.add("Transpose", context, perm=[0, 2, 1, 3])
         return graph.add("Reshape", rows, graph.constant([0, 0, self.config.hidden_size]))
 
-    def _memory(self, hidden: str) -> tuple[str, str, str | None]:
+    def project_keys_values(self, hidden: str) -> tuple[str, str, str | None]:
         """Return keys and values [B, H, L, D] and the position-to-content term [B, H, L, L]."""
-        if self.memory is None:
-            graph, attention, term = self.graph, self.layer.attention, None
-            keys, values = (self._heads(graph.module(hidden, module, f"{self.name}.{name}"))
-                            for module, name in ((attention.key, "key"),
-                                                 (attention.value, "value")))
-            if self.query_HSD is not None:
-                assert self.slots is not None
-                by_key = self._position_term(keys, self.query_HSD * self.scale, self.slots[1],
-                                             "position_query")
-                term = graph.add("Transpose", by_key, perm=[0, 1, 3, 2])
-            self.memory = keys, values, term
-        return self.memory
+        graph, attention, term = self.graph, self.layer.attention, None
+        keys, values = (self._heads(graph.module(hidden, module, f"{self.name}.{name}"))
+                        for module, name in ((attention.key, "key"), (attention.value, "value")))
+        if self.query_HSD is not None:
+            by_key = self._position_term(keys, self.query_HSD * self.scale, self.slots[1],
+                                         "position_query")
+            term = graph.add("Transpose", by_key, perm=[0, 1, 3, 2])
+        return keys, values, term
 
     def _heads(self, rows: str) -> str:
         graph, config = self.graph, self.config

@@ -37,7 +37,7 @@ def read_ours(directory: Path) -> Release:
     """Return the release of a consolidated directory."""
     tensors, _ = read_tensors(directory / SAFETENSORS)
     networks = {}
-    for name, (config, rest) in _described(directory).items():
+    for name, (config, rest) in describe_ours(directory).items():
         prefix = f"{name}."
         own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()
                if key.startswith(prefix)}
@@ -45,12 +45,7 @@ def read_ours(directory: Path) -> Release:
     return Release(networks["main"], networks.get("generator"), find_tokenizer_files(directory))
 
 
-def shapes_of_ours(directory: Path) -> dict[str, ModelConfig]:
-    """Return the shape of each network of a consolidated directory."""
-    return {name: config for name, (config, _) in _described(directory).items()}
-
-
-def _described(directory: Path) -> dict[str, tuple[ModelConfig, dict]]:
+def describe_ours(directory: Path) -> dict[str, tuple[ModelConfig, dict]]:
     """Return (shape, keys of other programs) of each network of a consolidated directory."""
     place = directory / MODEL_FILE
     values = read_json(place)

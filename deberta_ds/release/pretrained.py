@@ -8,13 +8,8 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.release import release as networks
 from deberta_ds.release.reader import check_table, read_release
-from deberta_ds.release.release import (
-    Network,
-    build_backbone,
-    build_masked_lm,
-    build_replaced_token_head,
-)
 from deberta_ds.release.tokenizer_files import open_tokenizer
 from deberta_ds.tokenizer import Tokenizer
 
@@ -47,7 +42,7 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
                   ) -> LoadedModel:
     """Return the model at `path`: our checkpoint, run or directory, Hugging Face, or microsoft.
 
-    `tokenizer` is the path of the one it was trained with, where there is none beside it;
+    `tokenizer` is the path of the one it was trained with, where there is none next to it;
     `for_text` says that one is needed. Raises UserError for a missing, damaged or foreign model.
     """
     release = read_release(path, tokenizer)
@@ -55,15 +50,11 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
     opened = Tokenizer.of_files(files, Path(path)) if for_text else open_tokenizer(files)
     if opened:
         check_table(opened, release, path)
+    main = release.main
+    decoding = next((one for one in release.networks().values() if one.has_masked_lm), None)
     masked_lm = None
-    for network in (release.main, release.generator):
-        if masked_lm is None and network is not None and network.has_masked_lm:
-            masked_lm = _own_masked_lm(network)
-    head = build_replaced_token_head(release.main) if release.main.has("rtd_head.") else None
-    return LoadedModel(build_backbone(release.main), opened, release.main.config, masked_lm,
-                       head)
-
-
-def _own_masked_lm(network: Network) -> tuple[TokenEmbedding, MaskedLm]:
-    copies = {name: tensor.float().clone() for name, tensor in network.tensors.items()}
-    return build_masked_lm(Network(network.config, copies))
+    if decoding is not None:
+        masked_lm = networks.build_masked_lm(networks.Network(decoding.config, {
+            name: tensor.float().clone() for name, tensor in decoding.tensors.items()}))
+    head = networks.build_replaced_token_head(main) if main.has("rtd_head.") else None
+    return LoadedModel(networks.build_backbone(main), opened, main.config, masked_lm, head)

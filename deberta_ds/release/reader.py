@@ -2,7 +2,7 @@
 
 Formats, told apart by their files:
     ours        a checkpoint or run directory (run.json, sharded), or model.json (written by export)
-    foreign     config.json or model_config.json beside safetensors or `.bin` files: Hugging Face
+    foreign     config.json or model_config.json next to safetensors or `.bin` files: Hugging Face
                 directories, microsoft pairs, official training output (discriminator/, generator/)
 
 Public files mix the two foreign worlds (config.json beside a `.bin` with microsoft's heads), so one
@@ -11,7 +11,6 @@ reader serves both and goes by the names of the tensors.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -47,21 +46,16 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
         release = ours.read_ours(path)
     else:
         release = _read_foreign(path)
-        said = partial(names.their_name, num_layers=release.main.config.num_layers,
-                       absolute_input=release.main.config.absolute_input)
+        said = partial(names.their_name, config=release.main.config)
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
     if tokenizer is not None:
-        _give_tokenizer(release, path, tokenizer)
+        given = Tokenizer(tokenizer)
+        if own := open_tokenizer(release.tokenizer_files):
+            check_same(given, own, path)
+        check_table(given, release, path)
+        release.tokenizer_files = given.files
     return release
-
-
-def _give_tokenizer(release: Release, place: Path, path: str | Path) -> None:
-    given, own = Tokenizer(path), open_tokenizer(release.tokenizer_files)
-    if own:
-        check_same(given, own, place)
-    check_table(given, release, place)
-    release.tokenizer_files = given.files
 
 
 def check_same(given: Tokenizer, own: Tokenizer, place: str | Path) -> None:
@@ -89,11 +83,13 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
     if _is_run(path):
         return ours.shapes_of_checkpoint(path)
     if ours.is_ours(path):
-        return ours.shapes_of_ours(path)
+        return {name: config for name, (config, _) in ours.describe_ours(path).items()}
     shapes = {}
-    for name, files in _find_foreign(path).items():
-        shape, _ = configs.from_theirs(files.values, files.place, key_bias=True)
-        shapes[name] = _read_network(files, []).config if configs.is_v1_shape(shape) else shape
+    for name, (weights, values, place) in _find_foreign(path).items():
+        shape, _ = configs.from_theirs(values, place, key_bias=True)
+        if configs.is_v1_shape(shape):
+            shape = _read_network(weights, values, place, []).config
+        shapes[name] = shape
     return shapes
 
 
@@ -112,13 +108,8 @@ def _is_run(path: Path) -> bool:
         is_unsaved_run(path) and weight_file(path) is None and not ours.is_ours(path))
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Where one network of a foreign model lies, and its configuration as it is written."""
-
-    weights: Path
-    values: dict
-    place: str  # of the configuration
+# Of one network: its weights, its configuration as it is written, and the place of that.
+_Files = tuple[Path, dict, str]
 
 
 def _find_foreign(path: Path) -> dict[str, _Files]:
@@ -140,23 +131,23 @@ def _find_foreign(path: Path) -> dict[str, _Files]:
     config = _config_of(directory)
     values = read_json(config)
     # rtd_*.json nests both networks
-    found = {"main": _Files(weights, values.get("discriminator", values), str(config))}
+    found = {"main": (weights, values.get("discriminator", values), str(config))}
     if place := _find_generator(directory, weights):
         values = read_json(place[0])
-        found["generator"] = _Files(place[1], values.get("generator", values), str(place[0]))
+        found["generator"] = place[1], values.get("generator", values), str(place[0])
     return found
 
 
 def _read_foreign(path: Path) -> Release:
     files = _find_foreign(path)
     notes: list[str] = []
-    networks = {name: _read_network(one, notes) for name, one in files.items()}
+    networks = {name: _read_network(*one, notes) for name, one in files.items()}
     release = Release(networks["main"], networks.get("generator"), notes=notes)
     try:
         derive_words(release)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    release.tokenizer_files = find_tokenizer_files(files["main"].weights.parent)
+    release.tokenizer_files = find_tokenizer_files(files["main"][0].parent)
     return release
 
 
@@ -180,7 +171,7 @@ def _newest_official_step(directory: Path) -> Path:
 
 
 def _find_generator(directory: Path, weights: Path) -> tuple[Path, Path] | None:
-    """Return (configuration, weights) of the generator beside a model, or None."""
+    """Return (configuration, weights) of the generator next to a model, or None."""
     inside = directory / "generator"
     if inside.is_dir() and (own := weight_file(inside)):
         return _config_of(inside), own
@@ -193,8 +184,7 @@ def _find_generator(directory: Path, weights: Path) -> tuple[Path, Path] | None:
     return None
 
 
-def _read_network(files: _Files, notes: list[str]) -> Network:
-    weights, values, place = files.weights, files.values, files.place
+def _read_network(weights: Path, values: dict, place: str, notes: list[str]) -> Network:
     tensors, others = read_tensors(weights)
     side = weights.parent / SIDE_FILE
     notes += [f"dropped: {weights.name} entry {name!r}, which is no tensor" for name in others]
@@ -211,7 +201,7 @@ def _read_network(files: _Files, notes: list[str]) -> Network:
         config, rest = configs.from_theirs(values, place, key_bias=key_bias)
     table = tensors.get(TABLE) if "model_type" in values else None
     tensors = with_unread_rows(tensors, config, str(weights))
-    tensors = names.to_ours(tensors, config.num_layers, config.absolute_input)
+    tensors = names.to_ours(tensors, config)
     return Network(config, tensors, rest, table)
 
 

@@ -5,7 +5,7 @@ logarithm (DeBERTa/deberta/da_utils.py, make_log_bucket_position), so the rows o
 buckets (row 0, for an even number of buckets) are never read or trained. transformers takes the
 logarithm of any distance and clamps the row, so beyond max_relative tokens it reads just those. An
 exported table repeats the outermost trained row there, which makes both the same function at every
-length; the rows that were there are kept beside it and come back on the way in. A model that
+length; the rows that were there are kept next to it and come back on the way in. A model that
 transformers trained beyond max_relative tokens has trained them, and is another function here.
 
 Where the buckets have a row for every distance already (256 of them for 128 tokens), transformers
@@ -64,7 +64,7 @@ def without_unread_rows(tensors: dict[str, Tensor], config: ModelConfig
 
 def with_unread_rows(tensors: dict[str, Tensor], config: ModelConfig, place: str
                      ) -> dict[str, Tensor]:
-    """Return tensors with the rows that `without_unread_rows` kept beside the table put back."""
+    """Return tensors with the rows that `without_unread_rows` kept next to the table put back."""
     if UNREAD_ROWS not in tensors:
         return tensors
     tensors = dict(tensors)

@@ -5,13 +5,13 @@ network that users load (discriminator, masked LM or classifier), the generator 
 is one, and the tokenizer's files. Tensors keep the dtype of the file, so a round trip is exact.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
@@ -120,10 +120,7 @@ def _some(names: list[str]) -> str:
 
 def build_backbone(network: Network) -> Backbone:
     """Return the encoder in fp32, in evaluation mode."""
-    backbone = on_meta(Backbone, network.config)
-    names = {name for name, _ in backbone.named_parameters()}
-    backbone.load_state_dict({name: network.tensors[name].float() for name in names}, assign=True)
-    return backbone.eval().requires_grad_(True)
+    return _filled(on_meta(Backbone, network.config), network).requires_grad_(True)
 
 
 def build_masked_lm(network: Network) -> tuple[TokenEmbedding, MaskedLm]:
@@ -131,20 +128,22 @@ def build_masked_lm(network: Network) -> tuple[TokenEmbedding, MaskedLm]:
     assert network.has_masked_lm
     config = network.config
     words = on_meta(TokenEmbedding, config.vocab_size, config.hidden_size)
-    words.load_state_dict({"weight": network.tensors["words.weight"].float()}, assign=True)
     masked_lm = on_meta(MaskedLm, config)
-    masked_lm.load_state_dict(
-        {name: network.tensors[re.sub(r"^head\.", "mlm_head.", name)].float()
-         for name, _ in masked_lm.named_parameters()}, assign=True)
-    return words.eval(), masked_lm.eval()
+    for name, part in masked_lm.named_children():
+        _filled(part, network, "mlm_head." if name == "head" else f"{name}.")
+    return _filled(words, network, "words."), masked_lm.eval()
 
 
 def build_replaced_token_head(network: Network) -> ReplacedTokenHead:
     """Return the discriminator's head in fp32, in evaluation mode."""
-    head = on_meta(ReplacedTokenHead, network.config)
-    head.load_state_dict({name: network.tensors["rtd_head." + name].float()
-                          for name, _ in head.named_parameters()}, assign=True)
-    return head.eval()
+    return _filled(on_meta(ReplacedTokenHead, network.config), network, "rtd_head.")
+
+
+def _filled(module: nn.Module, network: Network, prefix: str = "") -> Any:
+    """Return a module of meta tensors with those of a network below `prefix`."""
+    module.load_state_dict({name: network.tensors[prefix + name].float()
+                            for name, _ in module.named_parameters()}, assign=True)
+    return module.eval()
 
 
 def derive_words(release: Release) -> None:

@@ -107,8 +107,8 @@ def _source_shape(source: str, generator: str) -> dict[str, Any]:
 
     shapes = read_shapes(source or generator)
     if generator:
-        beside = read_shapes(generator)
-        shapes["generator"] = beside.get("generator", beside["main"])
+        generators = read_shapes(generator)
+        shapes["generator"] = generators.get("generator", generators["main"])
     layers = shapes["generator"].num_layers if "generator" in shapes else 0
     return _flat(shapes["main" if source else "generator"], layers)
 

@@ -9,11 +9,10 @@ import struct
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError, first_line, refuse_pipe
+from deberta_ds.base.errors import UserError, first_line, naming, refuse_pipe
 from deberta_ds.base.files import atomic_path
 from deberta_ds.base.json_files import read_json
 
@@ -37,13 +36,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return (tensors by name, names of entries that are no tensors) of a file or an index."""
     if path.name.endswith(".index.json"):
         return _read_parts(path)
-    refuse_pipe(path)
     if path.suffix == ".safetensors":
-        try:
+        with naming(path):
             return load_file(path), []
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: damaged or truncated safetensors file ({error}); fetch it "
-                            "again") from None
+    refuse_pipe(path)
     values = _read_pickle(path)
     if isinstance(values.get("model_state_dict", None), dict):
         values = values["model_state_dict"]

@@ -21,7 +21,6 @@ from deberta_ds.evaluate.attention_parts import (
     HeadParts,
     Similarity,
     attention_parts,
-    check_numbers,
     position_similarity,
 )
 from deberta_ds.release.pretrained import load_backbone
@@ -30,7 +29,7 @@ from deberta_ds.report.pages import render
 
 MAX_PAIRS = 1_000_000  # about 10 MB of page
 _POSITIVE, _NEGATIVE = (0x6C, 0x63, 0xF5), (0xE0, 0x86, 0x1C)  # seen on white and on black
-_LABELLED_TOKENS = 24  # beside a map, more would overlap
+_LABELLED_TOKENS = 24  # next to a map, more would overlap
 _STEPS = 9999  # of the integers that stand for a map's numbers
 
 
@@ -45,18 +44,9 @@ class Map:
     unit: str  # "score" or "share"
 
 
-@dataclass(frozen=True)
-class Head:
-    """A card: its maps, and the range of its colors."""
-
-    title: str
-    maps: list[Map]
-    note: str
-
-
 def write_attention(model_path: str, text: str, layers: list[int] | None, heads: list[int] | None,
                     out: Path, *, png: bool, tokenizer: str | None = None) -> list[Path]:
-    """Write the page of `text` (and a picture beside it); return what was written."""
+    """Write the page of `text` (and a picture next to it); return what was written."""
     picture = out.parent / f"{out.stem}.png"  # "." has no suffix to replace
     if png and picture == out:
         raise UserError(f"{out}: --out names the page; the picture gets its name with .png")
@@ -66,29 +56,21 @@ def write_attention(model_path: str, text: str, layers: list[int] | None, heads:
         layers = sorted({0, config.num_layers // 2, config.num_layers - 1})
     if heads is None:
         heads = list(range(min(4, config.num_heads)))
-    check_numbers(model, layers, heads)
     pieces, found = attention_parts(model, text, layers, heads)
     pairs = len(found) * len(pieces) ** 2
     if pairs > MAX_PAIRS:
         raise UserError(f"{format_count(pairs)} pairs of tokens are too many for a page (at most "
                         f"{format_count(MAX_PAIRS)}); choose fewer --layers or --heads")
-    similarities = position_similarity(model, layers)
-    write_atomic(out, attention_page(str(model_path), text, pieces, found, similarities))
+    by_layer: dict[int, list[tuple[str, list[Map], str]]] = {}
+    for one in found:
+        by_layer.setdefault(one.layer, []).append(_head(one))
+    write_atomic(out, render(
+        "attention.html", model=str(model_path), text=text, pieces=json.dumps(pieces),
+        shown=pieces, labelled=len(pieces) <= _LABELLED_TOKENS, layers=by_layer,
+        charts=_charts(position_similarity(model, layers))))
     if png:
         write_picture(picture, pieces, found)
     return [out, picture] if png else [out]
-
-
-def attention_page(model: str, text: str, pieces: list[str], found: list[HeadParts],
-                   similarities: dict[str, list[Similarity]]) -> str:
-    """Return one self-contained HTML document."""
-    by_layer: dict[int, list[Head]] = {}
-    for one in found:
-        by_layer.setdefault(one.layer, []).append(_head(one))
-    return render(
-        "attention.html", model=model, text=text, pieces=json.dumps(pieces),
-        shown=pieces, labelled=len(pieces) <= _LABELLED_TOKENS,
-        layers=by_layer, charts=_charts(similarities), terms=list(found[0].parts))
 
 
 def _planes(one: HeadParts) -> list[tuple[str, np.ndarray, float, str]]:
@@ -101,17 +83,20 @@ def _planes(one: HeadParts) -> list[tuple[str, np.ndarray, float, str]]:
             ("probability", one.probabilities, float(one.probabilities.max()), "share")]
 
 
-def _head(one: HeadParts) -> Head:
+def _head(one: HeadParts) -> tuple[str, list[Map], str]:
+    """Return (title, maps, range of the colors) of a card."""
     planes = _planes(one)
-    return Head(f"Head {one.head}", [_map(*plane) for plane in planes],
-                f"Scores from −{planes[0][2]:.3g} to {planes[0][2]:.3g}, probabilities "
-                f"to {100 * planes[-1][2]:.3g} %.")
+    return (f"Head {one.head}", [_map(*plane) for plane in planes],
+            f"Scores from −{planes[0][2]:.3g} to {planes[0][2]:.3g}, probabilities "
+            f"to {100 * planes[-1][2]:.3g} %.")
 
 
 def _map(name: str, plane_LL: np.ndarray, scale: float, unit: str) -> Map:
+    from matplotlib.image import imsave  # takes a second to import
+
     integers = np.rint(plane_LL / scale * _STEPS).astype(int)
     image = io.BytesIO()
-    _write_image(image, colored(plane_LL / scale))
+    imsave(image, colored(plane_LL / scale), format="png")
     encoded = base64.b64encode(image.getvalue()).decode()
     return Map(name, f"data:image/png;base64,{encoded}", scale / _STEPS,
                json.dumps(integers.flatten().tolist(), separators=(",", ":")), unit)
@@ -123,12 +108,6 @@ def colored(shares_LL: np.ndarray) -> np.ndarray:
     pixels[..., :3] = np.where((shares_LL < 0)[..., None], _NEGATIVE, _POSITIVE)
     pixels[..., 3] = np.rint(255 * np.abs(shares_LL).clip(0, 1))
     return pixels
-
-
-def _write_image(file, pixels: np.ndarray) -> None:
-    from matplotlib.image import imsave  # takes a second to import
-
-    imsave(file, pixels, format="png")
 
 
 _CHARTS = {

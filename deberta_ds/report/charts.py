@@ -43,7 +43,7 @@ class Chart:
     note: str
     unit: str
     series: list[Series]
-    headline: str = ""  # the number beside the title, and what it is
+    headline: str = ""  # the number next to the title, and what it is
     headline_note: str = ""
     from_zero: bool = False
     last_x: float = 1.0
@@ -51,15 +51,6 @@ class Chart:
     marks: Sequence[float] = ()  # upright lines
     mark_name: str = ""
     legend: bool = False  # names above the frame instead of at the ends of the lines
-
-
-@dataclass(frozen=True)
-class Stroke:
-    """One SVG path."""
-
-    kind: str
-    color: str
-    path: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,7 @@ class Drawing:
     y_ticks: list[tuple[float, str]]
     x_ticks: list[tuple[float, str]]
     marks: list[float]
-    strokes: list[Stroke]
+    strokes: list[tuple[str, str, str]]  # SVG paths: kind, color, path
     ends: list[tuple[float, Series]]
     hover: str  # JSON, for the script
 
@@ -118,11 +109,8 @@ def _domain(chart: Chart) -> tuple[float, float, str]:
     if chart.from_zero:
         low = min(0.0, low)
     largest = max(abs(high), abs(low))
-    if chart.unit == "rate":
-        is_flat = high - low <= _FLAT * largest
-    else:
-        is_flat = high - low <= _FLAT * max(1.0, largest)
-    if is_flat:  # one value: in the middle, with room that means something
+    if high - low <= _FLAT * (largest if chart.unit == "rate" else max(1.0, largest)):
+        # One value: in the middle, with room that means something.
         margin = 0.5 * largest if largest > _FLAT or chart.unit == "rate" and largest else _ROOM
     else:
         margin = 0.08 * (high - low)
@@ -163,24 +151,24 @@ def _short(text: str) -> str:
     return re.sub(r"\.?0+(?=[kMBT]$)", "", text) if "." in text else text
 
 
-def _strokes(line: Series, x_of: Callable, y_of: Callable) -> list[Stroke]:
+def _strokes(line: Series, x_of: Callable, y_of: Callable) -> list[tuple[str, str, str]]:
     def path(points: Points) -> str:
         return "M" + "L".join(f"{x_of(x)} {y_of(y)}" for x, y in points)
 
     if line.style == "baseline":
-        return [Stroke("base", line.color, path(line.points))]
+        return [("base", line.color, path(line.points))]
     if line.style == "dots" or len(line.points) == 1:  # a line of one point is not seen
         dots = "".join(f"M{x_of(x)} {y_of(y)}h0" for x, y in line.points)
-        return [Stroke("line", line.color, path(line.points)), Stroke("dots", line.color, dots)]
+        return [("line", line.color, path(line.points)), ("dots", line.color, dots)]
     thin, trend, band = summarize(line.points)
     if line.style == "plain":
-        return [Stroke("line", line.color, path(thin))]
-    strokes = [Stroke("line", line.color, path(trend))]
+        return [("line", line.color, path(thin))]
+    strokes = [("line", line.color, path(trend))]
     if band:
         outline = [(x, high) for x, _, high in band] + [(x, low) for x, low, _ in band[::-1]]
-        strokes.insert(0, Stroke("band", line.color, path(outline) + "Z"))
+        strokes.insert(0, ("band", line.color, path(outline) + "Z"))
     elif len(trend) > 1:
-        strokes.insert(0, Stroke("raw", line.color, path(thin)))
+        strokes.insert(0, ("raw", line.color, path(thin)))
     return strokes
 
 
@@ -235,42 +223,35 @@ def _hover(line: Series, unit: str, x_of: Callable) -> dict:
 
 # Which charts a page of runs has: what the objective declares, then what the machine did.
 # What a run did rather than what it learned: drawn as it is, from zero. The third is its headline.
-COURSE = ((Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
-          (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
-          (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"))
+RUN_CHARTS = ((Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
+              (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
+              (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"))
 _AGREE = 1e-9  # baselines of runs on the same rows
 
 
-@dataclass(frozen=True)
-class Group:
-    """A heading with charts below it, in `columns` columns."""
-
-    title: str
-    note: str
-    columns: int
-    charts: list[Drawing]
-
-
-def groups(runs: list[Run]) -> list[Group]:
-    """Return all charts. One run: lines by data set and baseline; several: one line a run."""
+def groups(runs: list[Run]) -> list[tuple[str, str, int, list[Drawing]]]:
+    """Return all charts in groups (title, note, columns, charts). One run: lines by data set and
+    baseline; several: one line per run.
+    """
     declared = list({metric.key: metric for run in runs for metric in run.metrics}.values())
     several = len(runs) > 1
     rows = "Every logged training step, and the evaluations on fixed held-out sequences."
     found = [
-        Group("Learning curves", "One line per run." if several else rows, 2,
-              _charts([metric for metric in declared if metric.is_loss], runs)),
-        Group("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
-              _charts([metric for metric in declared if not metric.is_loss], runs)),
-        Group("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
-              [chart for metric, headline in COURSE for chart in _course(metric, headline, runs)]),
+        ("Learning curves", "One line per run." if several else rows, 2,
+         _charts([metric for metric in declared if metric.is_loss], runs)),
+        ("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
+         _charts([metric for metric in declared if not metric.is_loss], runs)),
+        ("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
+         [chart for metric, headline in RUN_CHARTS
+          for chart in _run_chart(metric, headline, runs)]),
     ]
-    return [group for group in found if group.charts]
+    return [group for group in found if group[-1]]
 
 
 def color_of(metric: Metric, run: Run) -> str:
     """Return the color of a metric's network; the last one declared is the one that is kept.
 
-    What is measured beside an objective's own scores is measured of that one.
+    What is measured next to an objective's own scores is measured of that one.
     """
     networks = list(dict.fromkeys(declared.network for declared in run.objective.METRICS))
     return "second" if metric.network in networks[:-1] else "main"
@@ -315,7 +296,7 @@ def _several(metric: Metric, runs: list[Run]) -> Drawing:
                       last_x=max(run.last_step for run in runs), legend=True))
 
 
-def _course(metric: Metric, headline: str, runs: list[Run]) -> list[Drawing]:
+def _run_chart(metric: Metric, headline: str, runs: list[Run]) -> list[Drawing]:
     series = [Series(run.name if len(runs) > 1 else "", points,
                      f"run{n}" if len(runs) > 1 else "main", "plain")
               for n, run in enumerate(runs) if (points := run.points("train", metric.key))]
@@ -332,7 +313,7 @@ def _course(metric: Metric, headline: str, runs: list[Run]) -> list[Drawing]:
 def _baseline(metric: Metric, run: Run) -> list[tuple[float, float]]:
     """Return the baseline of a run's evaluations as a line over the whole width."""
     points = [(record["step"], value) for record in run.evals
-              if (value := metric.beside(record)) is not None]
+              if (value := metric.baseline_of(record)) is not None]
     if not points:
         return []
     return [(0, points[0][1]), *points, (run.last_step, points[-1][1])]

@@ -47,16 +47,14 @@ def header(run: Run) -> Header:
     """Return the title, its state, what was learned in a sentence, and the progress."""
     state, tone = _state(run)
     total = run.total_steps
-    seconds = run.training_seconds()
-    progress = f"Step {run.last_step:,} of {total:,} · {format_duration(seconds)} of training"
     return Header(
         name=run.name, state=state, tone=tone, lead=_NUMBER.split(_sentence(run)),
         failure=run.events[-1].get("detail", "") if state == "Failed" else "",
         done=round(100 * run.last_step / total, 2),
         marks=[round(min(100.0, 100 * at / total), 2) for at in run.resumed_at],
-        progress=progress,
-        history=_history(run),
-        resumed=_resumed(run))
+        progress=f"Step {run.last_step:,} of {total:,} · "
+                 f"{format_duration(run.training_seconds())} of training",
+        history=_history(run), resumed=_resumed(run))
 
 
 def _state(run: Run) -> tuple[str, str]:
@@ -81,7 +79,7 @@ def _state(run: Run) -> tuple[str, str]:
 
 def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
     """Return whether a score is better than the baseline; None: not known, or noise."""
-    score, baseline = scores.get(metric.key), metric.beside(scores)
+    score, baseline = scores.get(metric.key), metric.baseline_of(scores)
     if score is None or baseline is None:
         return None
     if metric.noise and abs(score - baseline) <= metric.noise:
@@ -117,12 +115,15 @@ def _resumed(run: Run) -> str:
 def tiles(run: Run) -> list[Tile]:
     """Return the model, the work done, what was learned, and what it cost."""
     learned = [_learned(metric, run) for metric in run.metrics if metric.in_tile]
-    return [_model(run), _parameters(run), _tokens(run), _speed(run), *learned, *_costs(run)]
+    size = run.saved.parameters
+    parameters = Tile("parameters", "Parameters", format_value(size, "count"),
+                      f"vocabulary of {run.saved.run.model.vocab_size:,}", size)
+    return [_model(run), parameters, _tokens(run), _speed(run), *learned, *_costs(run)]
 
 
 def _learned(metric: Metric, run: Run) -> Tile:
     value = run.scores.get(metric.key)
-    baseline, ahead = metric.beside(run.scores), ahead_of_baseline(metric, run.scores)
+    baseline, ahead = metric.baseline_of(run.scores), ahead_of_baseline(metric, run.scores)
     note = "held out" if baseline is None else \
         f"{baseline_name(metric)} {format_value(baseline, metric.unit)}"
     tone = "" if ahead is None else "up" if ahead else "down"
@@ -137,12 +138,6 @@ def _model(run: Run) -> Tile:
     if len({m.network for m in run.objective.METRICS}) > 1:
         names.append(objective.embedding_sharing.upper())
     return Tile("model", "Model", " + ".join(names), note, is_name=True)
-
-
-def _parameters(run: Run) -> Tile:
-    note = f"vocabulary of {run.saved.run.model.vocab_size:,}"
-    return Tile("parameters", "Parameters", format_value(run.saved.parameters, "count"), note,
-                run.saved.parameters)
 
 
 def _tokens(run: Run) -> Tile:
@@ -176,8 +171,11 @@ def _costs(run: Run) -> list[Tile]:
     if run.saved.hardware:
         source = f"source at {run.saved.commit[:7]}" if run.saved.commit else ""
         found.append(Tile("hardware", "Hardware", run.saved.hardware, source, is_name=True))
-    if "attention" in run.saved.kernels:
-        found.append(_kernels(run.saved.kernels))
+    others = dict(run.saved.kernels)  # {part of the model: the kernel it took, and why}
+    if attention := others.pop("attention", None):
+        names = ", ".join(f"{part} {one.get('kernel', '')}" for part, one in others.items())
+        found.append(Tile("kernels", "Kernels", f"attention {attention.get('kernel', '')}",
+                          " · ".join(filter(None, (attention.get("why"), names))), is_name=True))
     if peaks := [value for _, value in run.points("train", "peak_memory_bytes")]:
         found.append(Tile("peak_memory_bytes", "Peak memory", format_value(max(peaks), "bytes"),
                           "of the first rank", max(peaks)))
@@ -185,11 +183,3 @@ def _costs(run: Run) -> list[Tile]:
         found.append(Tile("goodput", "Goodput", format_value(share, "share"),
                           "of its jobs' time went into steps that count", share))
     return found
-
-
-def _kernels(chosen: dict[str, dict[str, str]]) -> Tile:
-    """Return which kernel attention took, and which the other parts of the model took."""
-    name = chosen["attention"].get("kernel", "")
-    others = ", ".join(f"{idea} {one.get('kernel', '')}" for idea, one in chosen.items()
-                       if idea != "attention")
-    return Tile("kernels", "Kernels", f"attention {name}", others, is_name=True)

@@ -23,9 +23,9 @@ from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
-from deberta_ds.finetune.directory import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
-from deberta_ds.finetune.models import RANDOM
-from deberta_ds.finetune.tasks import TEST, Task
+from deberta_ds.finetuning.directory import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
+from deberta_ds.finetuning.models import RANDOM
+from deberta_ds.finetuning.tasks import TEST, Task
 from deberta_ds.objectives.build import OBJECTIVES
 from deberta_ds.release.convert import Summary
 from deberta_ds.release.hf import GENERATOR_DIRECTORY
@@ -198,10 +198,10 @@ def _of_checkpoint(directory: Path) -> Training:
     run = record.config
     training = Training(seen=f"{record.tokens_seen:,} tokens in {record.sequences_seen:,} "
                              "sequences were read in training, repetitions counted.")
-    shares = [source["weight"] for source in run["data"]["sources"]]
-    for source, share in zip(run["data"]["sources"], shares, strict=True):
-        training.data.append(_corpus(source["path"], share / sum(shares),
-                                     record.content_hashes.get(source["path"], "")))
+    whole = sum(source["weight"] for source in run["data"]["sources"])
+    training.data = [_corpus(source["path"], source["weight"] / whole,
+                             record.content_hashes.get(source["path"], ""))
+                     for source in run["data"]["sources"]]
     objective, train, optim = run["objective"], run["train"], run["optim"]
     mask = objective["mask"]
     masked = [("masked share of the tokens", _on_line(mask["rate"], mask["final_rate"]))]
@@ -210,12 +210,13 @@ def _of_checkpoint(directory: Path) -> Training:
             objective["temperature"], objective["final_temperature"])))
     if objective["kind"] == "rtd_cached":
         masked = []  # the stored replacements have theirs
-    rules = f"{optim['name']}, "
+    first, rules = train["initial_batch_size"], f"{optim['name']}, "
+    grows = f"{first:,} growing in {train['batch_warmup_steps']:,} steps to " if first else ""
     if optim["name"] == "muon":
         rules = f"muon, momentum {optim['momentum']}; all but matrices: adamw, "
     training.settings = [(_cell(key), _cell(value)) for key, value in (
         ("objective", objective["kind"]), ("steps", f"{record.step:,} of {train['steps']:,}"),
-        ("sequences per update", _batch_size(train)),
+        ("sequences per update", f"{grows}{train['global_batch_size']:,}"),
         ("sequence length in tokens", f"{run['data']['seq_len']:,}"),
         *masked, ("optimizer", rules + f"betas {optim['betas']}"),
         ("learning rate", f"{optim['learning_rate']}, schedule {optim['schedule']}"),
@@ -230,12 +231,6 @@ def _of_checkpoint(directory: Path) -> Training:
 def _on_line(first: float, last: float | None) -> str:
     """Return a setting as text; `last` is None where it stays."""
     return f"{first} to {last}, linearly" if last else f"{first}"
-
-
-def _batch_size(train: dict) -> str:
-    first = train["initial_batch_size"]
-    grows = f"{first:,} growing in {train['batch_warmup_steps']:,} steps to " if first else ""
-    return f"{grows}{train['global_batch_size']:,}"
 
 
 def _corpus(path: str, share: float, content_hash: str) -> tuple[str, ...]:
@@ -258,10 +253,10 @@ def _add_scores(training: Training, records: list[dict], step: int, kind: str) -
     for metric in OBJECTIVES[kind].METRICS:
         if last.get(metric.key) is None:
             continue
-        beside = metric.beside(last)
+        baseline = metric.baseline_of(last)
         training.scores.append((metric.title, format_value(last[metric.key], metric.unit),
-                                "" if beside is None else
-                                f"{baseline_name(metric)} {format_value(beside, metric.unit)}"))
+                                "" if baseline is None else
+                                f"{baseline_name(metric)} {format_value(baseline, metric.unit)}"))
 
 
 def _of_finetuned(directory: Path) -> Training:

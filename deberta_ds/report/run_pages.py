@@ -17,11 +17,11 @@ from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.report import charts, facts, sweep, tables
 from deberta_ds.report.model_card import write_finetuned_card
 from deberta_ds.report.pages import render
-from deberta_ds.report.rundata import RESULTS_FILE, Run, Sweep, read_run, read_sweep
+from deberta_ds.report.rundata import RESULTS_FILE, Run, read_run, read_sweep
 from deberta_ds.report.tables import Cell, Table
 
 PAGE = "report.html"
-MAX_BESIDE = 5  # colors that people tell apart at a glance
+MAX_COMPARED = 5  # colors that people tell apart at a glance
 PROPOSALS = 4  # for a mask
 _TIMES = {"steps": "main", "saves": "second", "evaluations": "main-soft",
           "starts and repeated steps": "amber"}
@@ -42,27 +42,30 @@ def write_runs(path: str | Path, directories: list[str | Path],
 
 
 def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
-    """Write the page of the first fine-tuning sweep, with the others' scores beside it."""
+    """Write the page of the first fine-tuning sweep, with the others' scores next to it."""
     _check_number("sweeps", directories)
-    first, *beside = [read_sweep(Path(directory) / RESULTS_FILE) for directory in directories]
-    write_atomic(path, sweep_page(first, beside))
+    first, *compared = [read_sweep(Path(directory) / RESULTS_FILE) for directory in directories]
+    write_atomic(path, render(
+        "sweep.html", sweep=first, mean=format_value(first.mean, "share"),
+        mean_note=sweep.mean_note(first), scores=sweep.scores(first, compared),
+        cards=sweep.cards(first)))
 
 
-def write_results(out: Path, results: Mapping, beside: Sequence[Path] = ()) -> str:
+def write_results(out: Path, results: Mapping, compared: Sequence[Path] = ()) -> str:
     """Write the results of fine-tuning to `out`: results.json, its page and the models' cards.
 
-    Returns a line that says so. `beside` are the directories of sweeps to compare with.
+    Returns a line that says so. `compared` are the directories of sweeps to compare with.
     """
     write_atomic(out / RESULTS_FILE, json.dumps(results, indent=1) + "\n")
-    write_sweep(out / PAGE, [out, *beside])
+    write_sweep(out / PAGE, [out, *compared])
     for run in results["runs"]:
         write_finetuned_card(out, run["task"], run["seed"])
     return f"\nwrote {out / RESULTS_FILE} and {out / PAGE}"
 
 
 def _check_number(what: str, directories: list) -> None:
-    if not 1 <= len(directories) <= MAX_BESIDE:
-        raise UserError(f"a page shows 1 to {MAX_BESIDE} {what}, {len(directories)} were named")
+    if not 1 <= len(directories) <= MAX_COMPARED:
+        raise UserError(f"a page shows 1 to {MAX_COMPARED} {what}, {len(directories)} were named")
 
 
 def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
@@ -76,7 +79,7 @@ def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
         comparison=None if one else tables.comparison(runs),
         differences=None if one else tables.differences(runs),
         groups=charts.groups(runs),
-        times=time_bars(runs),
+        times=[bar for run in runs if (bar := _time_bar(run))],
         details=[_details(run) | {"filled": table}
                  for run, table in zip(runs, filled, strict=True)])
 
@@ -87,13 +90,6 @@ def _details(run: Run) -> dict:
             "corpora": tables.evaluation_by_corpus(run),
             "scores": sweep.scores(run.sweep, []) if run.sweep and run.sweep.tasks else None,
             "stages": stages, "stages_note": note, "folds": tables.configuration(run)}
-
-
-def sweep_page(first: Sweep, beside: list[Sweep]) -> str:
-    """Return the page of a sweep as one HTML document."""
-    return render("sweep.html", sweep=first, mean=format_value(first.mean, "share"),
-                  mean_note=sweep.mean_note(first), scores=sweep.scores(first, beside),
-                  cards=sweep.cards(first))
 
 
 @dataclass(frozen=True)
@@ -107,22 +103,8 @@ class Part:
     text: str
 
 
-@dataclass(frozen=True)
-class Bar:
-    """The time of one run."""
-
-    name: str
-    whole: str
-    parts: list[Part]
-
-
-def time_bars(runs: list[Run]) -> list[Bar]:
-    """Return the bars of the runs that have recorded where their time went."""
-    return [bar for run in runs if (bar := _bar(run))]
-
-
-def _bar(run: Run) -> Bar | None:
-    """Return the bar of a run's newest record that says it."""
+def _time_bar(run: Run) -> tuple[str, str, list[Part]] | None:
+    """Return (name, time, parts of the bar) of a run's newest record that says where it went."""
     records = [record for record in run.train + run.events
                if all(record.get(key) is not None for key in _KEYS)]
     if not records:
@@ -133,10 +115,10 @@ def _bar(run: Run) -> Bar | None:
     whole = sum(values)
     if min(values) < 0 or whole <= 0:  # not what a run writes
         return None
-    return Bar(run.name, format_duration(whole), [
+    return run.name, format_duration(whole), [
         Part(name, color, seconds, round(100 * seconds / whole, 2),
              f"{seconds / whole:.1%}, {format_duration(seconds)}")
-        for (name, color), seconds in zip(_TIMES.items(), values, strict=True)])
+        for (name, color), seconds in zip(_TIMES.items(), values, strict=True)]
 
 
 def filled_masks(run_directory: str | Path, texts: Sequence[str]) -> Table:

@@ -15,7 +15,7 @@ from deberta_ds.base.own_code import is_own
 from deberta_ds.cluster import lock
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective, own_metrics
 from deberta_ds.objectives.build import OBJECTIVES, objective_named
-from deberta_ds.tracking.records import METRICS_FILE, read_metrics
+from deberta_ds.tracking.records import KINDS, METRICS_FILE, read_metrics
 
 # results.json of a fine-tuning sweep as the page reads it (written by launch/sweep.py).
 RESULTS_FILE = "results.json"
@@ -247,25 +247,21 @@ def read_run(directory: str | Path) -> Run:
     records = read_metrics(directory / METRICS_FILE)
     place = directory / CONFIG_FILE
     saved, values = read_checked(place, _Saved)
-    objective = _objective(saved.run.objective.kind, place)
+    kind = saved.run.objective.kind
+    if kind not in OBJECTIVES and not is_own(kind):
+        raise UserError(f"{place}: run.objective.kind = {kind!r:.60} is not an objective of this "
+                        "version; draw the page with the version that trained it")
     _note_ranks(records, directory / METRICS_FILE)
-    by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "eval")}
+    by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in KINDS}
     if not by_kind["train"] and not by_kind["eval"]:
         raise UserError(f"{directory / METRICS_FILE}: no train or eval record yet; train first")
     summary, sweep = directory / SUMMARY_FILE, directory / SUPERGLUE_FILE
     return Run(
-        name=saved.run.name, objective=objective, train=by_kind["train"], evals=by_kind["eval"],
-        events=[r for r in records if r["kind"] == "event"], saved=saved, config=values["run"],
+        name=saved.run.name, objective=objective_named(kind), train=by_kind["train"],
+        evals=by_kind["eval"], events=by_kind["event"], saved=saved, config=values["run"],
         rest={k: v for k, v in values.items() if k not in ("run", "origins", "versions")},
         stages=read_checked(summary, list[Stage])[0] if summary.exists() else [],
         is_running=lock.is_held(directory), sweep=read_sweep(sweep) if sweep.exists() else None)
-
-
-def _objective(kind: str, place: Path) -> Objective:
-    if kind not in OBJECTIVES and not is_own(kind):
-        raise UserError(f"{place}: run.objective.kind = {kind!r:.60} is not an objective of this "
-                        "version; draw the page with the version that trained it")
-    return objective_named(kind)
 
 
 def _note_ranks(records: list[dict[str, Any]], place: Path) -> None:

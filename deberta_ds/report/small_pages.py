@@ -20,17 +20,6 @@ PARTS = (("weights", "main"), ("optimizer", "main-soft"),
 _WIDEST = 2.5  # times a GPU's memory: a bar that is longer ends there
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One choice: the widths of its PARTS in percent of the scale."""
-
-    name: str
-    widths: list[float]
-    note: str
-    fits: bool
-    is_best: bool
-
-
 def plan_page(title: str, facts: list[str], choices: list[Choice], name: str, gpu: Gpu,
               ranks: int) -> str:
     """Return one self-contained HTML document."""
@@ -40,7 +29,7 @@ def plan_page(title: str, facts: list[str], choices: list[Choice], name: str, gp
         "plan.html", title=title, facts=facts, gpu=name.upper(), parts=PARTS,
         best=best and f"ZeRO-{best.stage}, activation checkpointing {best.checkpointing}",
         cost=best and f"{best.days:.1f} days, {best.days * 24 * ranks:,.0f} GPU-hours",
-        bars=[_bar(choice, scale, choice is best) for choice in choices],
+        bars=[(*_bar(choice, scale), _kind(choice, best)) for choice in choices],
         limit=round(100 * limit / scale, 2), limit_text=f"{limit / 1e9:.0f} GB",
         table=_table(choices, ranks, best))
 
@@ -51,20 +40,25 @@ def _segments(choice: Choice) -> list[float]:
     return [memory.weights + memory.buffers, memory.optimizer, work, RESERVED_BYTES]
 
 
-def _bar(choice: Choice, scale: float, is_best: bool) -> Bar:
+def _kind(choice: Choice, best: Choice | None) -> str:
+    return "best" if choice is best else "" if choice.fits else "over"
+
+
+def _bar(choice: Choice, scale: float) -> tuple[str, list[float], str]:
+    """Return (name, widths of the PARTS in percent of the scale, note)."""
     left, widths = 0.0, []
     for size in _segments(choice):
         widths.append(round(min(100 * size / scale, 100 - left), 2))
         left += widths[-1]
     note = f"{sum(_segments(choice)) / 1e9:.1f} GB" + ("" if choice.fits else ", too much")
-    return Bar(f"ZeRO-{choice.stage}, {choice.checkpointing}", widths, note, choice.fits, is_best)
+    return f"ZeRO-{choice.stage}, {choice.checkpointing}", widths, note
 
 
 def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
     heads = ("Compute / step", "Communication / step", "Step", "Tokens/s", "Days", "GPU-hours")
     rows = []
     for choice in choices:
-        kind = "best" if choice is best else "" if choice.fits else "over"
+        kind = _kind(choice, best)
         seconds = (choice.compute_seconds, choice.communication_seconds, choice.step_seconds)
         texts = (*(f"{value:.3f} s" for value in seconds),
                  f"{choice.tokens_per_second:,.0f}", f"{choice.days:.2f}",
@@ -92,8 +86,7 @@ class PairBar:
     marks: list[tuple[str, float]]
 
 
-def pairs_page(result: dict, titles: dict[str, str], published: dict[str, dict[str, float]]
-               ) -> str:
+def pairs_page(result: dict, titles: dict[str, str], published: dict[str, dict[str, float]]) -> str:
     """Return one self-contained HTML document.
 
     result: minimal_pairs.json. titles: {scorer: how it is called}. published: {model: {"overall" or
@@ -153,23 +146,18 @@ class _Report:
 
 def write_filters_page(directory: str | Path) -> Path:
     """Write DIRECTORY/filters.html from its filters.json; return its path."""
-    report, _ = read_checked(Path(directory) / REPORT, _Report)
-    path = Path(directory) / PAGE
-    write_atomic(path, filters_page(report, Path(directory).resolve().name))
-    return path
-
-
-def filters_page(report: _Report, name: str) -> str:
-    """Return the page as one HTML document."""
+    report: _Report = read_checked(Path(directory) / REPORT, _Report)[0]
     samples = [(reason, [(place, text[:_TEXT_CHARACTERS] + "…" * (len(text) > _TEXT_CHARACTERS))
                          for place, text in report.examples.get(reason, [])[:_SHOWN]])
                for reason in (*_by_size(report.dropped), *_by_size(report.changed))]
-    return render(
-        "filters.html", name=name, summary=report.summary,
+    path = Path(directory) / PAGE
+    write_atomic(path, render(
+        "filters.html", name=path.parent.resolve().name, summary=report.summary,
         rules=", ".join(map(str, (*report.rules.get("use", []),
                                   *report.rules.get("functions", [])))),
         tables=[table for table in (_dropped(report), _changed(report)) if table.rows],
-        samples=[(reason, found) for reason, found in samples if found])
+        samples=[(reason, found) for reason, found in samples if found]))
+    return path
 
 
 def _dropped(report: _Report) -> Table:

@@ -21,7 +21,7 @@ class Track:
     high: float
     median: float
     majority: float | None
-    beside: list[tuple[float, str]]  # percent, color
+    compared: list[tuple[float, str]]  # percent, color
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,8 @@ class ScoreRow:
     diagnostics: list[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The table of a sweep; `beside` are (name, color) of the sweeps it is held against."""
-
-    head: list[Cell]
-    rows: list[ScoreRow]
-    beside: list[tuple[str, str]]
+# The table of a sweep: its head, its rows, (name, color) of the sweeps it is compared with.
+Scores = tuple[list[Cell], list[ScoreRow], list[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -63,32 +58,33 @@ def mean_note(sweep: Sweep) -> str:
     return f"{sweep.mean_of} of {sweep.suite_tasks} tasks"
 
 
-def scores(sweep: Sweep, beside: list[Sweep]) -> Scores:
-    """Return the table of task scores, one column for each sweep of `beside`."""
-    names = [(other.model or f"sweep {n + 2}", f"run{n + 1}") for n, other in enumerate(beside)]
+def scores(sweep: Sweep, compared: list[Sweep]) -> Scores:
+    """Return the table of task scores, one column for each sweep of `compared`."""
+    names = [(other.model or f"sweep {n + 2}", f"run{n + 1}") for n, other in enumerate(compared)]
     head = [*map(Cell, ("Median", "Min", "Max", "Majority", "Difference")),
             *(Cell(name, kind="n model") for name, _ in names), Cell("Failed")]
     rows = [_row(name, task, sweep.runs_of(name),
                  [other.tasks[name].score.median if name in other.tasks else None
-                  for other in beside])
+                  for other in compared])
             for name, task in sweep.tasks.items()]
-    return Scores(head, rows, names)
+    return head, rows, names
 
 
-def _row(name: str, task: TaskScores, runs: list[SeedRun], beside: list[float | None]) -> ScoreRow:
+def _row(name: str, task: TaskScores, runs: list[SeedRun], compared: list[float | None]
+         ) -> ScoreRow:
     score, majority = task.score, task.baseline
     gain = None if majority is None else score.median - majority
     tone = "" if gain is None else "up" if gain > 0 else "down"
     cells = [number(score.median, "share"), number(score.min, "share", "n quiet"),
              number(score.max, "share", "n quiet"), number(majority, "share", "n quiet"),
-             number(gain, "points", f"n {tone}"), *(number(other, "share") for other in beside),
+             number(gain, "points", f"n {tone}"), *(number(other, "share") for other in compared),
              Cell(f"{task.failed:,} of {task.seeds:,}", task.failed,
                   "n down" if task.failed else "n quiet")]
     track = Track(
         seeds=[(_percent(run.score), run.failed) for run in runs],
         low=_percent(score.min), high=_percent(score.max), median=_percent(score.median),
         majority=None if majority is None else _percent(majority),
-        beside=[(_percent(other), f"run{n + 1}") for n, other in enumerate(beside)
+        compared=[(_percent(other), f"run{n + 1}") for n, other in enumerate(compared)
                 if other is not None])
     return ScoreRow(name, ", ".join(map(_words, task.metrics)), track, cells,
                     [(diagnostic, f"by the {name} models, medians: {_medians(values)}")

@@ -9,7 +9,7 @@ from deberta_ds.config.toml_files import flatten
 from deberta_ds.objectives.base import Metric
 from deberta_ds.report.charts import color_of
 from deberta_ds.report.facts import header
-from deberta_ds.report.rundata import Run, baseline_name
+from deberta_ds.report.rundata import Run, Stage, baseline_name
 from deberta_ds.tracking.records import corpora_of
 
 MAX_EVAL_ROWS = 12
@@ -92,8 +92,7 @@ def evaluation(run: Run) -> Table | None:
     for network in dict.fromkeys(metric.network for metric in run.metrics):
         metrics = [metric for metric in run.metrics if metric.network == network]
         shown_metrics += metrics
-        head += [Cell(metric.short_title, below=baseline_name(metric))
-                 for metric in metrics]
+        head += [Cell(metric.short_title, below=baseline_name(metric)) for metric in metrics]
         groups.append(Cell(network, kind="", span=len(metrics), color=color_of(metrics[0], run)))
     rows = [[Cell(f"{record['step']:,}", record["step"]),
              *(_beside_baseline(metric, record) for metric in shown_metrics)]
@@ -115,47 +114,29 @@ def evaluation_by_corpus(run: Run) -> Table | None:
                   if key.endswith(f"/{name}")}
         rows.append([Cell(name, kind="name"),
                      *(_beside_baseline(metric, record) for metric in metrics)])
-    head = [Cell(metric.title, below=baseline_name(metric))
-            for metric in metrics]
+    head = [Cell(metric.title, below=baseline_name(metric)) for metric in metrics]
     return Table("By held-out corpus", "The last evaluation, each corpus of data.heldout alone.",
                  [Cell("Corpus", kind=""), *head], rows)
 
 
 def _beside_baseline(metric: Metric, record: dict) -> Cell:
-    beside = metric.beside(record)
+    baseline = metric.baseline_of(record)
     return Cell(format_value(record.get(metric.key), metric.unit), record.get(metric.key),
-                below="" if beside is None else format_value(beside, metric.unit),
-                below_value=beside)
+                below="" if baseline is None else format_value(baseline, metric.unit),
+                below_value=baseline)
 
 
-@dataclass(frozen=True)
-class StageRow:
-    """One stage of the way to a model, with its share of the longest one's time."""
-
-    stage: str
-    what: str
-    result: str
-    time: Cell
-    percent: float
-
-
-def stages(run: Run) -> tuple[str, list[StageRow]]:
-    """Return (how many and how long, what each stage did, its result and its time)."""
+def stages(run: Run) -> tuple[str, list[tuple[Stage, Cell, float]]]:
+    """Return (how many and how long, each with its time and percent of the longest one's)."""
     times = [stage.seconds or 0.0 for stage in run.stages]
     longest = max(times, default=0.0) or 1.0
-    rows = [StageRow(stage.stage, stage.what, stage.result,
-                     number(stage.seconds or None, "duration"), round(100 * seconds / longest, 1))
+    rows = [(stage, number(stage.seconds or None, "duration"), round(100 * seconds / longest, 1))
             for stage, seconds in zip(run.stages, times, strict=True)]
     return f"{len(rows)} stages in {format_duration(sum(times))}.", rows
 
 
-@dataclass(frozen=True)
-class Fold:
-    """A section of the configuration: (key, value, origin if it is not a default)."""
-
-    title: str
-    preview: str
-    values: list[tuple[str, str, str]]
+# A section of the configuration: title, preview, (key, value, origin if it is not a default).
+Fold = tuple[str, str, list[tuple[str, str, str]]]
 
 
 def configuration(run: Run) -> list[Fold]:
@@ -180,9 +161,9 @@ def _fold(title: str, values: dict[str, Any], origins: dict[str, str]) -> Fold:
     telling = [key for key in flat if origin[key] != "default"] if flat.keys() & origins.keys() \
         else list(flat)
     preview = ", ".join(f"{names[key]} {_plain(flat[key])}" for key in telling[:3])
-    return Fold(title, preview or "all defaults", [
+    return title, preview or "all defaults", [
         (names[key], _plain(value), "" if origin[key] == "default" else origin[key])
-        for key, value in flat.items()])
+        for key, value in flat.items()]
 
 
 def _plain(value: Any) -> str:

@@ -62,7 +62,8 @@ class FastEngine:
         self.special |= set(range(len(self.pieces))) - set(ids.values())
         self.sha256 = self._identity()
         marked: dict[str, Callable[[int], str]] = {
-            "byte_level": self._byte_level_text, "metaspace": self.pieces.__getitem__}
+            "byte_level": lambda number: self._byte_level_text(number, "replace").replace(
+                " ", words.SPACE_MARK), "metaspace": self.pieces.__getitem__}
         self.official_piece = marked.get(self.kind)  # the piece with U+2581 for a space
         self._fast = _load(self.specification, set(self.roles.values()), self.place)
 
@@ -84,18 +85,12 @@ class FastEngine:
         found = self._fast.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
-    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        joined, lengths = self.encode_joined(texts)
-        ends = itertools.accumulate(lengths, initial=0)
-        return [joined[start:end] for start, end in itertools.pairwise(ends)]
-
     def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
-        joined, ends = array("I"), [0]
-        for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False):
-            joined.fromlist(encoding.ids)  # "I" takes a quarter of the time of "i" or numpy.array
-            ends.append(len(joined))
-        return np.frombuffer(joined, np.int32), [end - start for start, end
-                                                 in itertools.pairwise(ends)]
+        joined, lengths = array("I"), []
+        for ids in self.encode_batch(texts):
+            joined.fromlist(ids)  # "I" takes a quarter of the time of "i" or numpy.array
+            lengths.append(len(ids))
+        return np.frombuffer(joined, np.int32), lengths
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._fast.encode(text, add_special_tokens=False)
@@ -116,10 +111,9 @@ class FastEngine:
             return words.wordpiece_starts_word(piece, self._prefix)
         return words.piece_starts_word(piece)
 
-    def _byte_level_text(self, number: int) -> str:
+    def _byte_level_text(self, number: int, errors: str) -> str:
         data = words.bytes_of_piece(self.pieces[number])
-        text = self.pieces[number] if data is None else data.decode("utf-8", "replace")
-        return text.replace(" ", words.SPACE_MARK)
+        return self.pieces[number] if data is None else data.decode("utf-8", errors)
 
     def starts_character(self, number: int) -> bool:
         piece = self.pieces[number]
@@ -132,8 +126,7 @@ class FastEngine:
         if number in self._added or number in self.special:
             return piece
         if self.kind == "byte_level":
-            data = words.bytes_of_piece(piece)
-            return piece if data is None else data.decode("utf-8", "backslashreplace")
+            return self._byte_level_text(number, "backslashreplace")
         if self.kind == "metaspace":
             return piece.replace(words.SPACE_MARK, " ")
         rest = piece.removeprefix(self._prefix) if self._prefix else piece

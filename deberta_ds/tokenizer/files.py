@@ -2,8 +2,8 @@
 
 A path may name a SentencePiece model, a tokenizer.json, the vocab.json and merges.txt of GPT-2,
 RoBERTa and DeBERTa v1, the vocab.txt of BERT, or a directory with one of these. In a directory
-spm.model comes first (our own exports have a tokenizer.json derived from it beside it).
-tokenizer_config.json and its like are read beside tokenizer.json and the vocabulary files: the
+spm.model comes first (our own exports have a tokenizer.json derived from it next to it).
+tokenizer_config.json and its like are read next to tokenizer.json and the vocabulary files: the
 names of special tokens and settings such as add_prefix_space may be there alone.
 """
 
@@ -17,7 +17,7 @@ from deberta_ds.tokenizer.vocabularies import VOCABULARIES
 SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
 NAMES, ADDED = "special_tokens_map.json", "added_tokens.json"
 OTHER_MODELS = ("spiece.model", "tokenizer.model")
-_BESIDE = (SETTINGS, NAMES, ADDED)
+_EXTRA = (SETTINGS, NAMES, ADDED)
 _PICKLE = "bpe_encoder.bin"
 # All that a tokenizer is made from; in a directory the first that is there.
 FORMS = ((SPM,), (JSON,), *(kind.files for kind in VOCABULARIES))
@@ -29,35 +29,35 @@ KINDS = (f"a SentencePiece model ({SPM}), a {JSON}, {_VOCABULARIES}, or a direct
 def find_files(path: Path) -> dict[str, Path]:
     """Return {published name: path} of the files a tokenizer is made from; UserError if none."""
     if path.is_dir():
-        names = (*itertools.chain(*FORMS), _PICKLE, *_BESIDE, *OTHER_MODELS)
+        names = (*itertools.chain(*FORMS), _PICKLE, *_EXTRA, *OTHER_MODELS)
         return choose({name: path / name for name in names if (path / name).is_file()}, path)
     if not path.is_file():
         raise UserError(f"{path}: cannot read the tokenizer (no such file); give {KINDS}, or train "
                         "one with data_prep/train_tokenizer.py")
-    beside = {name: path.with_name(name) for name in _BESIDE if path.with_name(name).is_file()}
+    extra = {name: path.with_name(name) for name in _EXTRA if path.with_name(name).is_file()}
     for names in (kind.files for kind in VOCABULARIES if path.name in kind.files):
         found = {name: path.with_name(name) for name in names}
         for part in found.values():
             if not part.is_file():
                 raise UserError(f"{part}: is missing; {' and '.join(names)} are needed in one "
                                 "directory")
-        return found | beside
+        return found | extra
     if path.name == _PICKLE:
         raise UserError(_pickle_message(path))
     if _is_json(path):
-        return {JSON: path} | (beside if path.name == JSON else {})
-    return {SPM: path} | (beside if path.name in (SPM, *OTHER_MODELS) else {})
+        return {JSON: path} | (extra if path.name == JSON else {})
+    return {SPM: path} | (extra if path.name in (SPM, *OTHER_MODELS) else {})
 
 
 def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
     """Return those of a directory's files that its tokenizer is made from."""
-    beside = {name: known[name] for name in _BESIDE if name in known}
+    extra = {name: known[name] for name in _EXTRA if name in known}
     for names in FORMS:
         if set(names) <= known.keys():
-            return {name: known[name] for name in names} | beside
+            return {name: known[name] for name in names} | extra
     for name in OTHER_MODELS:
         if name in known:
-            return {SPM: known[name]} | beside
+            return {SPM: known[name]} | extra
     if _PICKLE in known:
         raise UserError(_pickle_message(known[_PICKLE]))
     raise UserError(f"{place}: no tokenizer in this directory; give {KINDS}")
@@ -75,7 +75,7 @@ def _is_json(path: Path) -> bool:
 
 
 def read_settings(files: dict[str, Path]) -> dict:
-    """Return what stands beside the vocabulary: names of special tokens, settings, added tokens.
+    """Return what stands next to the vocabulary: names of special tokens, settings, added tokens.
 
     `added_tokens` is {content: (id, facts)}, of added_tokens.json and `added_tokens_decoder`.
     """

@@ -58,8 +58,6 @@ def decoder() -> decoders.Decoder:
 # hyphens, zero-width characters, odd spaces and decomposed letters into what the model was trained
 # on. Text that is normalised already is not changed. What a table of sequences cannot say is left
 # out: marks in another order than the canonical one that compose to no single character.
-_HANGUL, _LEADS, _VOWELS, _TAILS = 0xAC00, 0x1100, 0x1161, 0x11A7
-_VOWEL_COUNT, _TAIL_COUNT = 21, 28
 
 
 def normalizer_tsv() -> str:
@@ -71,9 +69,9 @@ def normalizer_tsv() -> str:
             rules[character] = ""
         elif character.isspace() and character != " ":
             rules[character] = " "
-        elif unicodedata.decomposition(character)[:1] not in ("", "<"):
+        elif unicodedata.decomposition(character)[:1] not in ("", "<") or (
+                "\uac00" <= character <= "\ud7a3"):  # Hangul syllables, composed by a formula
             rules |= dict.fromkeys(_decomposed(character), unicodedata.normalize("NFC", character))
-    rules |= _hangul()
     return "".join(f"{_codes(source)}\t{_codes(target)}\n"
                    for source, target in sorted(rules.items()))
 
@@ -90,22 +88,6 @@ def _decomposed(character: str) -> set[str]:
             found.add(unicodedata.normalize("NFC", whole[:cut]) + whole[cut:])
     return {text for text in found
             if text != target and unicodedata.normalize("NFC", text) == target}
-
-
-def _hangul() -> dict[str, str]:
-    """Return jamo -> syllable, whole or with the first two composed."""
-    rules = {}
-    for index in range(19 * _VOWEL_COUNT * _TAIL_COUNT):
-        rest, tail = divmod(index, _TAIL_COUNT)
-        lead, vowel = divmod(rest, _VOWEL_COUNT)
-        start = chr(_LEADS + lead) + chr(_VOWELS + vowel)
-        syllable = chr(_HANGUL + index)
-        if tail:
-            rules[start + chr(_TAILS + tail)] = syllable
-            rules[chr(_HANGUL + index - tail) + chr(_TAILS + tail)] = syllable
-        else:
-            rules[start] = syllable
-    return rules
 
 
 def _codes(text: str) -> str:

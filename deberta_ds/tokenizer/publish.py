@@ -109,8 +109,7 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
                 names.append(name)
                 ids[name] = max(ids.values()) + 1
                 pieces[ids[name]] = name
-                specification["added_tokens"].append(
-                    special_token(name, ids[name], role == "mask"))
+                specification["added_tokens"].append(special_token(name, ids[name], role == "mask"))
             roles[role] = ids[name]
         taken.add(roles[role])
     write_atomic(out / JSON, json.dumps(specification, ensure_ascii=False) + "\n")

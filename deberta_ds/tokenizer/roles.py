@@ -25,8 +25,7 @@ def look_up_roles(settings: dict, ids: Mapping[str, int], specification: dict) -
         boundary = {"cls": "bos", "sep": "eos"}.get(role)
         names = [token_name(settings.get(f"{role}_token")), *USUAL_NAMES[role], other.get(role),
                  token_name(settings.get(f"{boundary}_token"))]
-        roles[role] = next((ids[name] for name in names if name is not None and name in ids),
-                           None)
+        roles[role] = next((ids[name] for name in names if name is not None and name in ids), None)
     return roles
 
 
@@ -47,10 +46,6 @@ def check_roles(place: object, roles: Roles, settings: dict, ids: Mapping[str, i
         usual = ", ".join(f"{role} ({' or '.join(USUAL_NAMES[role][:2])})" for role in missing)
         raise UserError(f"{place}: no token for {usual}; name it in tokenizer_config.json, or "
                         f"{_remedy(place)}")
-    _check_distinct(place, roles)
-
-
-def _check_distinct(place: object, roles: Roles) -> None:
     taken: dict[int, str] = {}
     for role, number in roles.items():
         if number in taken:

@@ -8,6 +8,9 @@ Source: google/sentencepiece, unigram_model.cc and bpe_model.cc.
 import json
 import re
 
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
 from deberta_ds.base.errors import UserError
 from deberta_ds.tokenizer import SPACE_MARK, Tokenizer, normalization
 from deberta_ds.tokenizer.files import SPM
@@ -17,27 +20,22 @@ from deberta_ds.tokenizer.spm import RULES_NAME, model_proto, with_control_roles
 
 def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     """Return the text of a `tokenizer.json` that gives the ids of a SentencePiece tokenizer."""
-    import tokenizers
-
     path = tokenizer.files[SPM]
     proto = model_proto(path.read_bytes(), path)
     with_control_roles(proto, tokenizer.pieces(tokenizer.special_ids.values()))
-    fast = tokenizers.Tokenizer(_model(proto, tokenizer))
+    fast = FastTokenizer(_model(proto, tokenizer))
     fast.normalizer, fast.pre_tokenizer = _before(proto, tokenizer)
     fast.decoder = normalization.decoder()
     special = set(tokenizer.special_ids.values())
     special |= {number for number, piece in enumerate(proto.pieces) if piece.type == piece.CONTROL}
     fast.add_special_tokens([
-        tokenizers.AddedToken(name, special=True, normalized=False,
-                              lstrip=number == tokenizer.mask_id)
+        AddedToken(name, special=True, normalized=False, lstrip=number == tokenizer.mask_id)
         for number, name in zip(sorted(special), tokenizer.pieces(sorted(special)), strict=True)])
     return json.dumps(json.loads(fast.to_str()) | framing(tokenizer), ensure_ascii=False)
 
 
 def _before(proto, tokenizer: Tokenizer):
     """Return (normalizer, pre-tokenizer) that give the model its text as SentencePiece does."""
-    from tokenizers import Regex, normalizers, pre_tokenizers
-
     rules = proto.normalizer_spec
     steps = [] if tokenizer.normalizes_itself else normalization.plain_spaces()
     if rules.name == RULES_NAME:
@@ -72,8 +70,6 @@ def _defined(proto) -> list[str]:
 
 def _model(proto, tokenizer: Tokenizer):
     """Return the model of `tokenizers` that segments as a SentencePiece model does."""
-    from tokenizers import models
-
     trainer = proto.trainer_spec
     names = [piece.piece if piece.type != piece.UNUSED else f"\U0010FFFF{number}"
              for number, piece in enumerate(proto.pieces)]  # no text holds a noncharacter

@@ -20,6 +20,7 @@ import numpy as np
 import sentencepiece
 
 from deberta_ds.base.errors import UserError, refuse_pipe
+from deberta_ds.tokenizer import words
 from deberta_ds.tokenizer.files import SPM, read_settings
 from deberta_ds.tokenizer.roles import (
     ROLES,
@@ -28,12 +29,6 @@ from deberta_ds.tokenizer.roles import (
     check_roles,
     look_up_roles,
     token_name,
-)
-from deberta_ds.tokenizer.words import (
-    SPACE_MARK,
-    byte_value,
-    character_length,
-    piece_starts_word,
 )
 
 SPECIAL_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
@@ -75,14 +70,14 @@ class SentencePieceEngine:
             self.roles: Roles = {"pad": 0, "cls": 1, "sep": 2, "unk": 3,
                                  "mask": self.pieces.index(MASK_PIECE)}
         else:
-            self.roles = _roles(processor, path, settings)
+            self.roles, ids, names = _look_up(processor, settings)
+            check_roles(path, self.roles, names, ids, needs_unknown=True)
             if self.roles != _look_up(processor, {})[0]:  # the files next to it say otherwise
                 known = json.dumps([self.sha256, self.roles], sort_keys=True)
                 self.sha256 = hashlib.sha256(known.encode()).hexdigest()
         self.normalizes_itself = proto.normalizer_spec.name != RULES_NAME
         _check_settings(settings, self.pieces, self.roles, path)
         self._processor, self._path = processor, path
-        self._plain = str if self.normalizes_itself else _plain_spaces
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
 
@@ -94,12 +89,10 @@ class SentencePieceEngine:
 
     def _read(self, text: str) -> tuple[str, Places | None]:
         """Return what the model is given of `text`, and its places unless it is one for one."""
-        plain = self._plain(text)
-        return (plain, None) if self.normalizes_itself else _composed(plain)
-
-    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        return self._fast_processor.encode(texts, return_type="numpy", num_threads=1,
-                                           **_one_thread())
+        if self.normalizes_itself:
+            return text, None
+        # Every kind of white space as U+0020, one for one: offsets stay true.
+        return _composed(text if text.isprintable() else text.translate(_SPACE_TABLE))
 
     @cached_property
     def _fast_processor(self) -> sentencepiece.SentencePieceProcessor:
@@ -113,7 +106,8 @@ class SentencePieceEngine:
         return _load(proto.SerializeToString(), self._path)
 
     def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
-        found = self.encode_arrays(texts)
+        found = self._fast_processor.encode(texts, return_type="numpy", num_threads=1,
+                                            **_one_thread())
         return (np.concatenate(found) if found else np.zeros(0, np.int32)), list(map(len, found))
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -122,7 +116,7 @@ class SentencePieceEngine:
         pieces, offsets = found["pieces"], [tuple(span) for span in found["offsets"]]
         for index in range(len(pieces) - 2, -1, -1):
             start, end = offsets[index]
-            if start == end and byte_value(pieces[index]) is not None:
+            if start == end and words.byte_value(pieces[index]) is not None:
                 offsets[index] = offsets[index + 1]
         if places:
             starts = [*(start for start, _ in places), places[-1][1]]
@@ -137,14 +131,14 @@ class SentencePieceEngine:
         return self.pieces[number]
 
     def starts_word(self, number: int) -> bool:
-        return piece_starts_word(self.pieces[number])
+        return words.piece_starts_word(self.pieces[number])
 
     def starts_character(self, number: int) -> bool:
-        value = byte_value(self.pieces[number])
-        return value is None or bool(character_length(value))
+        value = words.byte_value(self.pieces[number])
+        return value is None or bool(words.character_length(value))
 
     def readable(self, number: int) -> str:
-        return self.pieces[number].replace(SPACE_MARK, " ")
+        return self.pieces[number].replace(words.SPACE_MARK, " ")
 
 
 def _load(data: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:
@@ -191,7 +185,7 @@ def _check_kind(proto, path: Path) -> None:
 
 
 def _check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path) -> None:
-    """UserError if what stands beside a model asks for other ids than the model alone gives."""
+    """UserError if what stands next to a model asks for other ids than the model alone gives."""
     remedy = ("save the tokenizer with transformers' AutoTokenizer, and give the tokenizer.json "
               f"that this writes, without {path.name} next to it")
     for key in ("do_lower_case", "split_by_punct"):
@@ -223,7 +217,7 @@ def with_control_roles(proto, named: Iterable[str] = ()):
 
 def with_special_tokens(path: Path, settings: dict) -> tuple[bytes, list[str]]:
     """Return (the model at `path` with a control piece for each role that neither it nor the files
-    beside it have one for, their names).
+    next to it have one for, their names).
     """
     data = path.read_bytes()
     processor = _load(data, path)
@@ -239,15 +233,9 @@ def with_special_tokens(path: Path, settings: dict) -> tuple[bytes, list[str]]:
     return (proto.SerializeToString(deterministic=True) if names else data), names
 
 
-def _roles(processor: sentencepiece.SentencePieceProcessor, path: Path, named: dict) -> Roles:
-    roles, ids, settings = _look_up(processor, named)
-    check_roles(path, roles, settings, ids, needs_unknown=True)
-    return roles
-
-
 def _look_up(processor: sentencepiece.SentencePieceProcessor, named: dict
              ) -> tuple[Roles, dict, dict]:
-    """Return (roles, {piece: id}, the names that the files beside the model or itself give)."""
+    """Return (roles, {piece: id}, the names that the files next to the model or itself give)."""
     ids = {processor.id_to_piece(number): number for number in range(processor.get_piece_size())}
     own = {"pad": processor.pad_id(), "bos": processor.bos_id(), "eos": processor.eos_id()}
     settings = {f"{name}_token": processor.id_to_piece(number)
@@ -257,11 +245,6 @@ def _look_up(processor: sentencepiece.SentencePieceProcessor, named: dict
 
 
 _SPACE_TABLE = {code: " " for code in range(0x3001) if chr(code).isspace()}
-
-
-def _plain_spaces(text: str) -> str:
-    """Return `text` with every kind of white space as U+0020, one for one (offsets stay true)."""
-    return text if text.isprintable() else text.translate(_SPACE_TABLE)
 
 
 def _composed(text: str) -> tuple[str, Places | None]:

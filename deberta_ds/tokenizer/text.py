@@ -12,7 +12,6 @@ and decode(encode(text)) == text afterwards for a tokenizer made by data_prep/tr
 import re
 import unicodedata
 from collections.abc import Iterator
-from functools import cache
 from itertools import groupby
 
 import numpy as np
@@ -37,6 +36,7 @@ UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED_SCRIPTS)
 _CODES = [code for code in (*range(0x300, 0x1FFFF), *range(0xE0100, 0xE01F0))  # all that have any
           if code in _JOINERS or unicodedata.category(chr(code))[0] == "M"]
 MARKS = _class_of(_CODES)
+_MARK = re.compile(f"[{MARKS}]")
 _UNSPACED_MARKS = _class_of([code for code in _CODES if any(low <= code <= high for low, high
                                                             in UNSPACED_SCRIPTS)])
 # Most words end before ASCII, where a look at the marks is spared.
@@ -48,7 +48,7 @@ WORD = re.compile(f"{LETTERS}|{UNSPACED_LETTER}")
 TEXT_RULES_VERSION = 1
 TO_UTF8 = "convert the file, such as by: iconv -f ENCODING -t UTF-8"
 ENCODE_CHARACTERS = 1 << 18
-_LONG = 1 << 13  # characters
+_LONG = 1 << 13  # characters; in fewer the calls of NumPy would cost more than the work
 _FRONT = 64  # characters, of a text of which only the front is looked at
 
 _APART = "\0"  # between texts that are normalised together
@@ -141,11 +141,7 @@ def _is_printable(text: str, apart: int = 0) -> bool:
     """
     if not text.isascii():
         return not apart and text.isprintable()
-    data = text.encode()
-    if len(data) < _LONG:  # here the calls of NumPy would cost more than the work
-        return len(data.translate(None, _PRINTABLE_ASCII)) == apart
-    codes = np.frombuffer(data, np.uint8)
-    return bool(codes.max() < 0x7F) and np.count_nonzero(codes < 0x20) == apart
+    return len(text.encode().translate(None, _PRINTABLE_ASCII)) == apart
 
 
 def _printable(text: str) -> tuple[str, int]:
@@ -190,13 +186,5 @@ def encodable_parts(text: str) -> Iterator[tuple[str, bool]]:
 
 def letter_share(text: str) -> float:
     """Return the share of letters among characters that are neither white space nor marks."""
-    visible = len(text) - text.count(" ") - (0 if text.isascii() else len(_mark().findall(text)))
+    visible = len(text) - text.count(" ") - (0 if text.isascii() else len(_MARK.findall(text)))
     return sum(map(str.isalpha, text)) / visible if visible else 0.0
-
-
-@cache
-def _mark() -> re.Pattern:
-    # Looks at all of Unicode, for 50 ms that no start of training has to wait.
-    from deberta_ds.tokenizer.text import MARKS
-
-    return re.compile(f"[{MARKS}]")

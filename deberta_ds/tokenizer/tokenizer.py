@@ -4,6 +4,7 @@ Text is never searched for special strings: the characters "[MASK]" in a documen
 """
 
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,10 @@ class Tokenizer:
 
     Attributes: kind ("sentencepiece", "byte_level", "metaspace", "wordpiece", "words"); files
     {published name: path}; pad_id, cls_id, sep_id, mask_id, unk_id (None where nothing is unknown);
-    size (largest id + 1; a model's vocab_size must be at least this); mask_piece; sha256, of the
-    SentencePiece model or of all that `tokenizers` computes with; normalizes_itself, True if text
-    is given to it as it stands (docs/data.md); lost, what of a text it passes over in silence.
+    special_ids {role: id} of these; size (largest id + 1; a model's vocab_size must be at least
+    this); mask_piece; sha256, of the SentencePiece model or of all that `tokenizers` computes with;
+    normalizes_itself, True if text is given to it as it stands (docs/data.md); lost, what of a text
+    it skips in silence.
     """
 
     def __init__(self, path: str | Path):
@@ -47,25 +49,16 @@ class Tokenizer:
         self._engine = engine
         self.kind, self.sha256 = engine.kind, engine.sha256
         self.normalizes_itself, self.lost = engine.normalizes_itself, engine.lost
-        ids = {role: number for role, number in engine.roles.items() if number is not None}
+        self.special_ids = {role: number for role, number in engine.roles.items()
+                            if number is not None}
         self.pad_id, self.cls_id, self.sep_id, self.mask_id = (
-            ids[role] for role in ("pad", "cls", "sep", "mask"))
-        self.unk_id = ids.get("unk")
+            self.special_ids[role] for role in ("pad", "cls", "sep", "mask"))
+        self.unk_id = self.special_ids.get("unk")
         self.size = len(engine.pieces)
         self.mask_piece = engine.pieces[self.mask_id]
 
-    def __getstate__(self) -> dict:
-        return {"path": self.path, "files": self.files}
-
-    def __setstate__(self, state: dict) -> None:
-        self._open(state["path"], state["files"])
-
-    @property
-    def special_ids(self) -> dict[str, int]:
-        """{role: id}, as a corpus keeps it."""
-        found = {"pad": self.pad_id, "cls": self.cls_id, "sep": self.sep_id, "unk": self.unk_id,
-                 "mask": self.mask_id}
-        return {role: number for role, number in found.items() if number is not None}
+    def __reduce__(self) -> tuple:
+        return Tokenizer.of_files, (self.files, self.path)
 
     @property
     def specification(self) -> dict | None:
@@ -81,15 +74,13 @@ class Tokenizer:
         return self._engine.encode_batch(texts)
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Return the ids of `text` as an int32 array; see `encode_arrays`."""
-        return self._engine.encode_arrays([text])[0]
-
-    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """Return int32 ids per text, fast; texts are normalised, unless `normalizes_itself`."""
-        return self._engine.encode_arrays(texts)
+        """Return the ids of `text` as an int32 array; see `encode_joined`."""
+        return self.encode_joined([text])[0]
 
     def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
-        """Return (int32 ids of all texts, how many each has); fast for short texts, too."""
+        """Return (int32 ids of all texts, how many each has), fast, for short texts too; they are
+        normalised, unless `normalizes_itself`.
+        """
         return self._engine.encode_joined(texts)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -123,20 +114,17 @@ class Tokenizer:
         for number, part in enumerate(parts):
             ids += [self.mask_id] if number else []
             part = part.rstrip() if number + 1 < len(parts) else part
-            ids += self.encode_after(part) if number and part else self.encode(part)
+            if part:
+                ids += self.encode_after(part) if number else self.encode(part)
         return ids
 
     def decode(self, ids) -> str:
         """Return the text of `ids`; special ids appear as their names."""
-        special, parts, run = self._special, [], []
-        for token in (int(token) for token in ids):
-            if not special[token] or token == self.unk_id:
-                run.append(token)
-                continue
-            parts += [self._engine.decode(run)] if run else []
-            parts.append(self._engine.pieces[token])
-            run = []
-        parts += [self._engine.decode(run)] if run else []
+        parts: list[str] = []
+        for is_name, run in groupby(map(int, ids), lambda token: (
+                self._special[token] and token != self.unk_id)):
+            tokens = list(run)
+            parts += self.pieces(tokens) if is_name else [self._engine.decode(tokens)]
         return " ".join(parts)
 
     def pieces(self, ids) -> list[str]:
@@ -176,8 +164,7 @@ class Tokenizer:
         return special
 
     def _table(self, rule) -> np.ndarray:
-        special = self._special
-        return np.array([special[number] or rule(number) for number in range(self.size)],
+        return np.array([self._special[number] or rule(number) for number in range(self.size)],
                         dtype=bool)
 
 

@@ -51,19 +51,19 @@ _LOSS = _Column("loss", 9, "{:.4f}".format, "loss")
 _SPEED = _Column("tok/s", 7, format_count, "tokens_per_second")
 _PEAK_SHARE = _Column("MFU", 7, "{:.1%}".format, "mfu")
 _FLOPS = _Column("GFLOP/s", 8, lambda value: _giga(value), "flops_per_second")
-_COURSE = (_Column("lr", 9, "{:.2e}".format, "learning_rate"),
+_PROGRESS = (_Column("lr", 9, "{:.2e}".format, "learning_rate"),
            _Column("grad", 7, "{:.4g}".format, "grad_norm"),
            _Column("ETA", 8, format_duration, "eta_seconds"))
 
 
 def _columns(metrics: Sequence, record: dict[str, Any]) -> list[_Column]:
-    """Return the console columns of training records: what `metrics` declare, speed, course."""
+    """Return the console columns of training records: what `metrics` declare, speed, progress."""
     learned = [_Column(metric.on_console, 7 if metric.unit == "gain" else 9,
                        ("{:+.4f}" if metric.unit == "gain" else "{:.4f}").format, metric.key,
                        metric.unit == "gain")
                for metric in metrics if metric.on_console]
     share = _FLOPS if record.get("mfu") is None else _PEAK_SHARE
-    return [*(learned or [_LOSS]), _SPEED, share, *_COURSE]
+    return [*(learned or [_LOSS]), _SPEED, share, *_PROGRESS]
 
 
 def _giga(flops_per_second: float) -> str:
@@ -212,6 +212,6 @@ class RunLog:
 
 def _beside_baseline(metric, record: dict[str, Any]) -> str:
     text = f"{metric.short_title} {format_value(record[metric.key], metric.unit)}"
-    beside = metric.beside(record)
-    return text if beside is None else f"{text} ({metric.baseline[0]} " \
-                                       f"{format_value(beside, metric.unit)})"
+    baseline = metric.baseline_of(record)
+    return text if baseline is None else f"{text} ({metric.baseline[0]} " \
+                                       f"{format_value(baseline, metric.unit)})"

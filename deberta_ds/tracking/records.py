@@ -14,7 +14,7 @@ from deberta_ds.base.json_files import parse_json
 
 METRICS_FILE = "metrics.jsonl"
 KINDS = ("train", "eval", "event")
-_TEXT_KEYS = ("kind", "event", "detail")
+_TEXT_KEYS = ("kind", "event", "detail", "kernels")
 _LARGEST = 1e300  # beyond it means and sums of doubles overflow
 
 

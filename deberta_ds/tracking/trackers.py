@@ -10,9 +10,9 @@ import hashlib
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ def tensorboard(out_dir: Path, purge_step: int | None) -> Tracker:
             writer.flush()
 
     return Tracker(write, writer.close)
+
+
+def callback(function: Callable[[dict[str, Any]], None]) -> Open:
+    """Hand every record to a function of the user's own; what it raises ends the run."""
+    return lambda out_dir, purge_step: Tracker(function, lambda: None)
 
 
 def wandb(project: str) -> Open:
@@ -98,29 +103,20 @@ def _forgiving(name: str, begin: Open) -> Open:
     def guarded_begin(out_dir: Path, purge_step: int | None) -> Tracker:
         found: list[Tracker] = []  # emptied by the first failure
 
-        @contextmanager
-        def guard() -> Iterator[None]:
+        def attempt(act: Callable, *arguments) -> None:
             try:
-                yield
+                act(*arguments)
             except Exception as error:  # services fail in many ways, and none is the run's affair
                 found.clear()
                 logging.getLogger("deberta_ds").warning(
-                    "WARNING: %s gets nothing more of this run: %s", name,
-                    first_line(error))
+                    "WARNING: %s gets nothing more of this run: %s", name, first_line(error))
 
-        def write(record: dict[str, Any]) -> None:
-            for tracker in found:
-                with guard():
-                    tracker.write(record)
+        def each(act: str, *arguments) -> None:
+            for tracker in found[:]:
+                attempt(getattr(tracker, act), *arguments)
 
-        def close() -> None:
-            for tracker in found:
-                with guard():
-                    tracker.close()
-
-        with guard():
-            found.append(begin(out_dir, purge_step))
-        return Tracker(write, close)
+        attempt(lambda: found.append(begin(out_dir, purge_step)))
+        return Tracker(partial(each, "write"), partial(each, "close"))
 
     return guarded_begin
 

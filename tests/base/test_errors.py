@@ -3,6 +3,7 @@
 
 import ast
 import errno
+import fcntl
 import json
 import lzma
 import os
@@ -155,7 +156,7 @@ def test_ctrl_c_while_a_script_imports(path):
              "typing", "shutil", "subprocess", "threading", "dataclasses", "functools", "options",
              "runpy", "deberta_ds.base.errors", "deberta_ds.base.command_line",
              "deberta_ds.base.files",
-             "deberta_ds.finetune.options", "deberta_ds.tracking.log", "deberta_ds.base.numbers",
+             "deberta_ds.finetuning.options", "deberta_ds.tracking.log", "deberta_ds.base.numbers",
              "deberta_ds.tracking.records"}
     for node in ast.parse(path.read_text()).body:
         names = [node.module] if isinstance(node, ast.ImportFrom) else \
@@ -242,3 +243,23 @@ def test_a_console_that_nobody_reads_any_more_ends_nothing():
     child.stdout.close()
     child.stderr.close()
     assert child.wait(timeout=60) == 75
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_stays(tmp_path):
+    names = [f".{name}.0123abcd.tmp" for name in ("dead", "alive", "young")]
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
+    for name in names[:2]:
+        os.utime(tmp_path / name, (0, 0))
+    with open(tmp_path / names[1], "rb") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        write_atomic(tmp_path / "page.html", "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [names[1], names[2], "page.html"]
+
+
+def test_text_and_paths_that_no_file_can_hold_are_said():
+    """fill_mask with a lone byte, and a NUL in a path, were tracebacks."""
+    for bad, words in ((lambda: "a\udcff".encode(), "not UTF-8"), (lambda: open("a\0"), "NUL")):
+        with pytest.raises(ValueError) as caught:
+            bad()
+        assert words in user_message(caught.value)

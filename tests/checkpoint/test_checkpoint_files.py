@@ -159,8 +159,8 @@ def test_damage_is_found_named_and_passed_over(run_dir, name, damage):
         file.write_bytes(data[:len(data) // 2] if damage == "truncated" else b"")
     found = find.find(run_dir, "auto")
     assert found.path == path_of(run_dir, 4)
-    assert len(found.passed_over) == 1
-    assert "step-00000006" in found.passed_over[0] and file.name in found.passed_over[0]
+    assert len(found.skipped) == 1
+    assert "step-00000006" in found.skipped[0] and file.name in found.skipped[0]
     with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
         find.find(run_dir, str(path_of(run_dir, 6)))
 
@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_read_is_passed_over(run_dir, monkeypatch, number)
     monkeypatch.setattr(find, "xxh3", fail)
     found = find.find(run_dir, "auto")
     assert found.path == path_of(run_dir, 4)
-    assert f"run.json cannot be read ({os.strerror(number)})" in found.passed_over[0]
+    assert f"run.json cannot be read ({os.strerror(number)})" in found.skipped[0]
 
 
 def test_every_flipped_bit_of_a_manifest_is_found_or_harmless(run_dir):
@@ -201,7 +201,7 @@ def test_half_written_and_damaged_manifests_are_passed_over(run_dir):
     (path_of(run_dir, 4) / "manifest.json").write_text('{"version": 1, "files": ')
     found = find.find(run_dir, "auto")
     assert found.path == path_of(run_dir, 2)
-    assert "did not finish" in found.passed_over[0] and "damaged" in found.passed_over[1]
+    assert "did not finish" in found.skipped[0] and "damaged" in found.skipped[1]
     (path_of(run_dir, 2) / "run.json").unlink()
     with pytest.raises(CheckpointError, match="no whole checkpoint") as error:
         find.find(run_dir, "auto")
@@ -212,7 +212,7 @@ def test_a_run_killed_in_its_first_save_starts_anew(run_dir):
     for step in (2, 4, 6):
         (path_of(run_dir, step) / "manifest.json").unlink()
     found = find.find(run_dir, "auto")
-    assert found.path is None and len(found.passed_over) == 3
+    assert found.path is None and len(found.skipped) == 3
 
 
 def test_a_manifest_that_does_not_name_every_file_is_not_whole(run_dir):
@@ -224,22 +224,22 @@ def test_a_manifest_that_does_not_name_every_file_is_not_whole(run_dir):
         (path / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
         found = find.find(run_dir, "auto")
         assert found.path == path_of(run_dir, 4)
-        assert all(f"does not name {name}" in found.passed_over[0] for name in left_out)
+        assert all(f"does not name {name}" in found.skipped[0] for name in left_out)
     (path / "rank-00001.safetensors").unlink()
     few = {name: entry for name, entry in manifest["files"].items() if "rank-00001" not in name}
     (path / "manifest.json").write_text(json.dumps(manifest | {"files": few}))
-    assert "does not name rank-00001" in find.find(run_dir, "auto").passed_over[0]
+    assert "does not name rank-00001" in find.find(run_dir, "auto").skipped[0]
     extra = path_of(run_dir, 4) / "rank-00002.safetensors"
     extra.write_bytes(b"")
-    assert "does not name rank-00002" in find.find(run_dir, "auto").passed_over[1]
+    assert "does not name rank-00002" in find.find(run_dir, "auto").skipped[1]
     for ranks in (1, 0, 10**9):  # with the files of so many, one rank's may be lost unseen
         (path / "manifest.json").write_text(json.dumps(manifest | {"world_size": ranks,
                                                                    "files": few}))
         assert f"is of {ranks} ranks, run.json of 2" in find.find(
-            run_dir, "auto").passed_over[0]
+            run_dir, "auto").skipped[0]
     outside = manifest["files"] | {"../step-00000002/run.json": {"bytes": 1, "xxh3": ""}}
     (path / "manifest.json").write_text(json.dumps(manifest | {"files": outside}))
-    assert "outside the directory" in find.find(run_dir, "auto").passed_over[0]
+    assert "outside the directory" in find.find(run_dir, "auto").skipped[0]
 
 
 def test_keep_deletes_old_ones_and_remains_of_killed_saves(run_dir):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import rank_helpers
 
-from deberta_ds.train import rehearsal
+from deberta_ds.training import rehearsal
 
 WORKER = Path(__file__).parents[1] / "workers/preflight.py"
 

@@ -11,7 +11,7 @@ import pytest
 from deberta_ds.config import objective, run_config
 from deberta_ds.config.options import OneOfOrOwn, Option, describe, options_of
 from deberta_ds.config.toml_files import flatten
-from deberta_ds.finetune.settings import Settings
+from deberta_ds.finetuning.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [value for value in {**vars(objective), **vars(run_config)}.values()

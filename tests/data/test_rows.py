@@ -25,7 +25,6 @@ from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import RowDataset, eval_sequences
-from deberta_ds.tokenizer import Tokenizer
 
 SEQ_LEN = 64
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -210,11 +209,6 @@ def test_names_the_missing_corpus_and_length(corpus, tmp_path):
         dataset_of(corpus, seq_len=32)
     with pytest.raises(UserError, match="twice"):
         dataset_of(corpus, corpus)
-
-
-def test_tokenizer_survives_pickling():
-    clone: Tokenizer = pickle.loads(pickle.dumps(tiny_tokenizer()))
-    assert clone.encode("The fox") == tiny_tokenizer().encode("The fox")
 
 
 @pytest.mark.parametrize(("name", "place", "value"), [

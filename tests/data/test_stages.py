@@ -156,7 +156,7 @@ def test_refuses_what_is_no_checkpoint_and_a_corpus_that_changed(corpora, tmp_pa
 
 
 def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
-    from deberta_ds.train.setup import _open
+    from deberta_ds.training.setup import _open
 
     web, wiki, _ = corpora
     first = run_of([SourceConfig(path=web), SourceConfig(path=wiki)])

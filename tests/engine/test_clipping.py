@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage1And2
 
 from deberta_ds.engine.clipping import _clip, clip_networks_apart
 
@@ -86,3 +88,29 @@ def test_norms_follow_their_groups_in_any_order_and_after_a_step_without_update(
 def test_a_call_too_many_or_too_few_is_an_error(optimizer, calls):
     with pytest.raises(AssertionError):
         calls(optimizer)
+
+
+@pytest.mark.parametrize("kind", [Stage1And2, Stage3])
+def test_the_loss_scale_of_fp16_is_taken_out_of_a_gradient_once(kind):
+    """By DeepSpeed's own arithmetic, which is given norms of gradients with their scale."""
+    true = [torch.full((4,), value) for value in (3.0, 7.0, 0.25)]
+    scale, networks = 1024.0, ["", "d", "small"]
+    flats = [torch.zeros(4, requires_grad=True) for _ in true]
+    for flat, gradient in zip(flats, true, strict=True):
+        flat.grad = gradient * scale
+    optimizer = object.__new__(kind)
+    vars(optimizer).update(
+        custom_loss_scaler=True, external_loss_scale=scale, clip_grad=LARGEST,
+        optimizer=SimpleNamespace(param_groups=[{"network": name} for name in networks]),
+        get_grad_norm_direct=lambda gradients, parameters: torch.cat(gradients).norm(),
+        fp16_groups=(names := [[name] for name in networks]), params_in_partition=names,
+        sub_group_to_group_id={0: 0, 1: 1, 2: 2},
+        fp32_partitioned_groups_flat=flats, single_partition_of_fp32_groups=flats)
+    clip_networks_apart(SimpleNamespace(optimizer=optimizer, gradient_clipping=lambda: LARGEST))
+    for flat, name in zip(flats, names, strict=True):
+        optimizer.get_grad_norm_direct([flat.grad], name)
+    for number, flat in enumerate(flats):
+        optimizer.unscale_and_clip_grads(number if kind is Stage3 else [flat.grad],
+                                         torch.tensor(99.0 * scale))
+    for flat, gradient in zip(flats, true, strict=True):
+        torch.testing.assert_close(flat.grad, gradient * min(1.0, LARGEST / gradient.norm().item()))

@@ -202,9 +202,9 @@ def test_every_private_part_that_the_code_uses_is_on_the_list():
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) \
                     and node.value.id in owners:
                 used.add(node.attr)
-    own = {"train", "eval", "build_pretraining_engine", "init_distributed", "set_learning_rate",
-           "numel", "shape", "data", "grad", "copy_", "requires_grad", "detach", "parameters",
-           "gathered", "load_checkpoint", "destroy", "build_engine", "dtype", "optimizer_swapper",
-           "Init", "bfloat16_enabled", "get", "local_device"}
+    own = {"train", "eval", "build_pretraining_engine", "init_distributed", "prepare_rank",
+           "set_learning_rate", "numel", "shape", "data", "grad", "copy_", "requires_grad",
+           "detach", "parameters", "gathered", "load_checkpoint", "destroy", "build_engine",
+           "dtype", "optimizer_swapper", "Init", "bfloat16_enabled", "get", "local_device"}
     listed |= {"checkpoint_engine"}  # of which `save` is listed
     assert used - own <= listed, used - own - listed

@@ -24,7 +24,7 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.report.rundata import read_run
 from deberta_ds.report.tables import evaluation_by_corpus
 from deberta_ds.tracking.records import corpora_of
-from deberta_ds.train import setup
+from deberta_ds.training import setup
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from launching import ROOT
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate import pair_scores
 from deberta_ds.evaluate.held_out import score_minimal_pairs
+from deberta_ds.evaluate.pair_scores import cut_work, masked_scores
 from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
-from deberta_ds.evaluate.sentence_scores import cut_work, masked_scores
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
@@ -130,7 +130,7 @@ def test_pseudo_log_likelihoods_equal_a_loop_over_transformers_layers(
     for number, pair in enumerate(PAIRS):
         for side, sentence in enumerate((pair.good, pair.bad)):
             ids = encode_sentences([sentence], tiny_tokenizer(), 64)[0]
-            by_word = by_piece = 0.0
+            by_word = by_token = 0.0
             for word in words_of(ids) if scoring == "word" else words_of_transformers(sentence):
                 several += len(word) > 1
                 for column in word:
@@ -138,9 +138,9 @@ def test_pseudo_log_likelihoods_equal_a_loop_over_transformers_layers(
                               for k, token in enumerate(ids)]
                     by_word += float(log_probabilities(hidden, column)[ids[column]])
                     hidden = [mask_id if k == column else token for k, token in enumerate(ids)]
-                    by_piece += float(log_probabilities(hidden, column)[ids[column]])
+                    by_token += float(log_probabilities(hidden, column)[ids[column]])
             assert found[name][number, side] == pytest.approx(by_word, rel=1e-5)
-            assert found["pll_piece"][number, side] == pytest.approx(by_piece, rel=1e-5)
+            assert found["pll_piece"][number, side] == pytest.approx(by_token, rel=1e-5)
     assert several > 5  # words of several pieces, or the two readings are one
 
 
@@ -152,7 +152,7 @@ def test_the_published_rule_has_other_words_and_masks_unknown_tokens_with_them(
     assert words_of(ids) != words_of_transformers(sentence)
     unknown = tiny_tokenizer().unk_id
     queries = queries_of([[1, 9, unknown, 9, 9, 2]], tiny_tokenizer(), [[0, 0, 0, 1]])
-    asked = zip(queries.target, queries.end, queries.by_word, queries.by_piece, strict=True)
+    asked = zip(queries.target, queries.end, queries.by_word, queries.by_token, strict=True)
     assert sorted(map(tuple, asked)) == [(1, 2, False, True), (1, 4, True, False),
                                          (3, 4, True, True), (4, 5, True, True)]
 
@@ -261,10 +261,10 @@ def test_scores_that_are_no_numbers_are_no_scores(tmp_path):
 def test_every_piece_is_asked_once_in_each_reading():
     sentences = encode_sentences([pair.good for pair in PAIRS], tiny_tokenizer(), 64)
     queries = queries_of(sentences, tiny_tokenizer())
-    for chosen in (queries.by_word, queries.by_piece):
+    for chosen in (queries.by_word, queries.by_token):
         asked = sorted(zip(queries.sentence[chosen], queries.target[chosen], strict=True))
         assert asked == [(n, k) for n, ids in enumerate(sentences) for k in range(1, len(ids) - 1)]
-    items = [item for work in cut_work(np.array([5, 9, 5, 5]), 10) for item in work.items]
+    items = np.concatenate(cut_work(np.array([5, 9, 5, 5]), 10))
     assert sorted(items) == [0, 1, 2, 3]
 
 
@@ -276,9 +276,9 @@ def test_scores_do_not_depend_on_the_batch():
 
     def scores(batch_tokens):
         values = np.empty(len(lengths))
-        for work, part in masked_scores(*model.masked_lm, tiny_tokenizer(), sentences, queries,
-                                        cut_work(lengths, batch_tokens)):
-            values[work.items] = part
+        for items in cut_work(lengths, batch_tokens):
+            values[items] = masked_scores(*model.masked_lm, tiny_tokenizer(), sentences, queries,
+                                          items)
         return values
 
     assert scores(1) == pytest.approx(scores(4096), rel=1e-5)

@@ -1,4 +1,4 @@
-"""The gather-free path against the reference in float64: context and every gradient."""
+"""The paths without a gather, tiled and dense, against the reference in float64."""
 
 import math
 
@@ -32,16 +32,20 @@ CASES = [
     Case(V3, ones(2, 200), num_queries=30),
     Case(SMALL_BUCKETS, PACKED, num_queries=30, dropout=0.1),
     Case(V1, HOLES, num_queries=30),
+    Case(SMALL_BUCKETS, PACKED, num_queries=7, terms="key", size=64),
+    Case(V1, PACKED[:, 55:150], num_queries=7, terms="query", size=128, heads=2, dropout=0.1),
 ]
+MODES = pytest.mark.parametrize("mode", ["tiled", "dense"])
 
 
+@MODES
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_the_reference(case):
+def test_equals_the_reference(case, mode):
     truth = run(case, "reference", torch.float64)
-    assert max(relative_errors(run(case, "tiled", torch.float64), truth)) < 1e-14
-    single = run(case, "tiled", torch.float32)
+    assert max(relative_errors(run(case, mode, torch.float64), truth)) < 1e-14
+    single = run(case, mode, torch.float32)
     assert max(relative_errors(single, truth)) < 2e-6
-    again = run(case, "tiled", torch.float32)
+    again = run(case, mode, torch.float32)
     assert all(torch.equal(first, second) for first, second in zip(single, again, strict=True))
 
 
@@ -57,14 +61,15 @@ def test_random_packings(seed):
     assert max(relative_errors(run(case, "tiled", torch.float32), truth)) < 2e-6
 
 
+@MODES
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("segments", [ones(2, 20), PACKED[:2, 55:75]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_is_not_hidden(bad, segments, dtype):
+def test_what_is_not_finite_is_not_hidden(bad, segments, dtype, mode):
     case = Case(V3, segments)
     q, k, v, pos_key, pos_query, _ = (x.to(dtype) for x in case.tensors())
     q[0, 1, 3, 2] = bad
-    out = attend(q, k, v, pos_key, pos_query, geometry=V3, segments=segments, mode="tiled")
+    out = attend(q, k, v, pos_key, pos_query, geometry=V3, segments=segments, mode=mode)
     assert out[0, 3, 1].isnan().all()
     assert out.isnan().sum() == case.size
 
@@ -77,11 +82,12 @@ def test_without_gradients_the_context_is_the_same():
     assert torch.equal(alone, with_gradients)
 
 
+@MODES
 @pytest.mark.parametrize("segments", [ones(1, 40), PACKED, HOLES])
-def test_positions_may_be_of_32_bits(segments):
+def test_positions_may_be_of_32_bits(segments, mode):
     case = Case(V3, segments, num_queries=9)
     inputs = [x.float() for x in case.tensors()[:5]]
-    long, short = [attend(*inputs, geometry=V3, segments=segments, mode="tiled",
+    long, short = [attend(*inputs, geometry=V3, segments=segments, mode=mode,
                           query_positions_BQ=case.columns().to(kind))
                    for kind in (torch.int64, torch.int32)]
     assert torch.equal(long, short)
@@ -91,7 +97,7 @@ def test_long_rows_are_recomputed_tile_by_tile(monkeypatch):
     case = Case(SMALL_BUCKETS, ones(1, 300), dropout=0.1)
     whole = run(case, "tiled", torch.float64)
     monkeypatch.setattr(tiled, "KEEP_LENGTH", 64)
-    monkeypatch.setitem(tiled.groups.__globals__["_TILE_BYTES"], "cpu", 300 * 70 * 8)
+    monkeypatch.setitem(tiled.groups.__globals__, "_TILE_BYTES", 300 * 70 * 8)
     parts = run(case, "tiled", torch.float64)
     assert max(relative_errors(parts, whole)) < 1e-14
 
@@ -102,12 +108,12 @@ def test_rows_together_in_tiles_of_any_size(monkeypatch, planes, packed):
     segments = PACKED[[0, 1, 2, 0, 1], 100:190] if packed else ones(5, 90)
     case = Case(SMALL_BUCKETS, segments, dropout=0.1)
     whole = run(case, "tiled", torch.float64)
-    monkeypatch.setitem(tiled.groups.__globals__["_TILE_BYTES"], "cpu", 90 * 90 * planes * 8)
+    monkeypatch.setitem(tiled.groups.__globals__, "_TILE_BYTES", 90 * 90 * planes * 8)
     assert max(relative_errors(run(case, "tiled", torch.float64), whole)) < 1e-14
 
 
 def test_a_mask_without_reading_segments_is_the_same(monkeypatch):
-    """The way of the GPU: whole rows under a mask."""
+    """As for segments in two parts: whole rows under a mask."""
     case = Case(SMALL_BUCKETS, PACKED, dropout=0.1)
     cut = run(case, "tiled", torch.float64)
     spans = tiled.split_into_spans.__globals__
@@ -119,7 +125,8 @@ def test_a_mask_without_reading_segments_is_the_same(monkeypatch):
     assert max(relative_errors(run(case, "tiled", torch.float64), cut)) < 1e-14
 
 
-def test_autocast_and_checkpointing():
+@MODES
+def test_autocast_and_checkpointing(mode):
     case = Case(SMALL_BUCKETS, PACKED, dropout=0.3)
     *inputs, grad = case.tensors()
     leaves = [x.float().requires_grad_() for x in inputs]
@@ -128,7 +135,7 @@ def test_autocast_and_checkpointing():
     def layer(*tensors):
         tensors = [x @ projection for x in tensors]
         return attend(
-            *tensors, geometry=case.geometry, segments=PACKED, dropout=0.3, seed=9, mode="tiled")
+            *tensors, geometry=case.geometry, segments=PACKED, dropout=0.3, seed=9, mode=mode)
 
     results = []
     for recompute in (False, True):
@@ -142,7 +149,8 @@ def test_autocast_and_checkpointing():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_bf16_error_is_not_above_that_of_hugging_face():
+@MODES
+def test_bf16_error_is_not_above_that_of_hugging_face(mode):
     torch.manual_seed(3)
     heads, size, length = 4, 32, 256
     hidden = heads * size
@@ -166,7 +174,7 @@ def test_bf16_error_is_not_above_that_of_hugging_face():
             projected = [heads_of(p(inputs[0])) for p in (query, key, layer.value_proj)]
             context = attend(
                 *projected, heads_of(key(inputs[1])), heads_of(query(inputs[1])),
-                geometry=Geometry(512, 256), segments=ones(2, length), mode="tiled").flatten(2)
+                geometry=Geometry(512, 256), segments=ones(2, length), mode=mode).flatten(2)
         else:
             context = layer(inputs[0], mask, rel_embeddings=inputs[1])[0]
         return [context, *torch.autograd.grad(context, inputs, grad.to(dtype))]

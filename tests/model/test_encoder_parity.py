@@ -56,7 +56,7 @@ def test_hidden_states_and_gradients_equal_transformers(family, length):
 
 def compare_gradients(config, gradients, theirs):
     """Compare those of a backbone with those that transformers' model has."""
-    gradients = names.to_theirs(gradients, config.num_layers, config.absolute_input)
+    gradients = names.to_theirs(gradients, config)
     if configs.is_v1_shape(config) and not config.key_bias:
         gradients = names.pack_v1(gradients, config.num_heads)
     expected_gradients = {name: p.grad for name, p in theirs.named_parameters()}
@@ -192,7 +192,7 @@ def test_masked_lm_without_decoder_equals_transformers_head():
     tensors = {"words.weight": words.weight.detach()} | {
         name.replace("head.", "mlm_head."): tensor
         for name, tensor in masked_lm.state_dict().items()}
-    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    theirs = names.to_theirs(tensors, config)
     theirs = {("" if name.startswith("lm_pred") else names.PREFIX) + name: tensor
               for name, tensor in theirs.items()}
     values = configs.to_hugging_face(config, kind=configs.V2, rest={"legacy": False})

@@ -21,7 +21,7 @@ from deberta_ds.model.kernels import kernel_table  # noqa: E402
 from deberta_ds.model.kernels.attention import fused_path  # noqa: E402
 from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
 from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
-from deberta_ds.train.step import _update, train_step  # noqa: E402
+from deberta_ds.training.step import _update, train_step  # noqa: E402
 
 DEVICE = torch.device("meta")
 READERS = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero"}

@@ -27,7 +27,7 @@ def card(monkeypatch):
     monkeypatch.delenv(kernel_check.OFF, raising=False)
 
     def pretend(capability=(9, 0), passed=True):
-        verdict = kernel_check.Verdict(passed, "checked" if passed else "result off by 1.0")
+        verdict = kernel_check.Verdict(passed, "checked" if passed else "on node1: off by 1.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(kernel_check, "check", lambda *arguments: verdict)
         kernel_table._pick.cache_clear()
@@ -51,31 +51,33 @@ def test_on_a_cpu_torchs_operators_run(card, idea):
     assert choice.why == ("" if idea == "dropout" else "not fused: no GPU")
 
 
-@pytest.mark.parametrize(("changes", "passed", "reason"), [
-    ({"size": 160}, True, "heads of 160 are larger than 128"),
-    ({"obstacle": "too large"}, True, "too large"), ({}, False, "result off by 1.0")])
-def test_a_gpu_that_goes_without_the_kernels_is_a_warning(card, caplog, changes, passed, reason):
-    pytest.importorskip("triton")
-    card(passed=passed)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"size": 160}, "heads of 160 are larger than 128"), ({"obstacle": "too large"}, "too large"),
+    ({"dtype": SINGLE}, "it takes bf16 and fp16, not fp32")])
+def test_a_gpu_that_goes_without_the_kernels_is_a_warning(card, caplog, changes, reason):
     with caplog.at_level("INFO", "deberta_ds"):
         for device in (CPU, GPU):
             pick("attention", request("attention", device, **changes))
     loud, = caplog.records
     assert loud.levelname == "WARNING"
-    assert reason in loud.message and "several times slower" in loud.message
+    assert reason in loud.message and "runs as dense, several times slower" in loud.message
 
 
-def test_on_a_card_triton_runs_where_it_is_right(card):
-    pytest.importorskip("triton")
+def test_on_a_card_triton_runs_or_nothing_does(card):
+    """A run whose kernel failed went on, 6 times slower, and another rank's word was lost."""
     for idea in IDEAS[:4]:
         choice = pick(idea, request(idea))
         assert (choice.name, choice.why) == ("fused", "checked")
     assert pick("projections", request("projections")).name == "fused"
     assert pick("dropout", request("dropout")).name == "torch"
     card(passed=False)
-    for idea in IDEAS[:4]:
-        choice = pick(idea, request(idea))
-        assert choice.name != "fused" and "fails its check on this card: result off" in choice.why
+    for idea, remedy in zip(IDEAS[:4], ("--model.attention=dense", "--model.cross_entropy=chunked",
+                                        "set DEBERTA_DS_KERNELS=0", "DEBERTA_DS_KERNELS=0"),
+                            strict=True):
+        with pytest.raises(UserError, match="(?s)the fused kernel fails its check on node1: "
+                                            f"off by 1.0\n.*{remedy}"):
+            pick(idea, request(idea))
+    assert pick("attention", request("attention"), "dense").name == "dense"
 
 
 @pytest.mark.parametrize("idea, more, reason", [
@@ -88,16 +90,14 @@ def test_on_a_card_triton_runs_where_it_is_right(card):
     ("GELU", {"dtype": torch.float64}, "it takes fp32, bf16 and fp16, not fp64"),
     ("projections", {"obstacle": "ZeRO-3"}, "ZeRO-3")])
 def test_what_cannot_run_says_why(card, idea, more, reason):
-    pytest.importorskip("triton")
     choice = pick(idea, request(idea, **more))
-    assert choice.name not in ("fused", "shared") and choice.why.endswith(f": {reason}")
+    assert choice.name not in ("fused", "shared") and f": {reason}" in choice.why
     if idea in kernel_table.OPTIONS:
         with pytest.raises(UserError, match=f"= 'fused' cannot run here: {reason}; use 'auto' or "):
             pick(idea, request(idea, **more), "fused")
 
 
 def test_an_old_card_or_a_variable_rules_out_triton(card, monkeypatch):
-    pytest.importorskip("triton")
     card(capability=(7, 5))
     assert "compute capability 8.0" in pick("LayerNorm", request("LayerNorm")).why
     card()
@@ -106,10 +106,10 @@ def test_an_old_card_or_a_variable_rules_out_triton(card, monkeypatch):
 
 
 def test_kernels_by_name(card):
-    for mode in ("reference", "tiled"):
+    for mode in ("dense", "reference", "tiled"):
         choice = pick("attention", request("attention", CPU), mode)
         assert (choice.name, choice.why) == (mode, f"attention = '{mode}'")
-    with pytest.raises(UserError, match="choose one of auto, fused, reference, tiled"):
+    with pytest.raises(UserError, match="choose one of auto, fused, tiled, reference, dense"):
         pick("attention", request("attention", CPU), "flash")
     with pytest.raises(UserError, match="cross_entropy = 'fused' cannot run here: no GPU"):
         loss_function("fused", torch.zeros(1, 16), torch.zeros(8, 16))

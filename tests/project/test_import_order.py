@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "deberta_ds"
 # In order, the ground floor first; `tests/` has a folder for each.
 ROOMS = """base config tokenizer model cluster tracking data corpus objectives engine planner
-           checkpoint release evaluate train finetune report __main__""".split()
+           checkpoint release evaluate training finetuning report api __main__""".split()
 ORDER = {name: number for number, name in enumerate(ROOMS)}
 NEVER = {("data", "model")}  # (who, what): the order allows it, the design does not
 NO_TORCH = {"base", "config", "tracking"}  # a run file is checked on a login node

@@ -95,9 +95,10 @@ def test_help_shows_defaults_and_names_what_to_type(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "value", "rule"), [
-    (command_line.positive, "0", "a whole number above 0"),
-    (command_line.positive, "1.5", "a whole number above 0"),
-    (command_line.natural, "-1", "a whole number from 0 on"),
+    (command_line.positive, "0", "a whole number from 1 to 2^62"),
+    (command_line.positive, "1.5", "a whole number from 1 to 2^62"),
+    (command_line.positive, "1" + 40 * "0", "a whole number from 1 to 2^62"),
+    (command_line.natural, "-1", "a whole number from 0 to 2^62"),
     (command_line.positive_number, "inf", "a finite number above 0"),
     (command_line.positive_number, "many", "a finite number above 0"),
     (command_line.fraction, "nan", "in 0 .. 1")])

@@ -76,7 +76,7 @@ def remove(name):
 
 
 HOSTILE = {
-    "truncated": (break_truncated, "truncated safetensors"),
+    "truncated": (break_truncated, "damaged or cut short"),
     "wrong shape": (edit(**{"embeddings.word_embeddings.weight": torch.zeros(5, 32)}), "shape"),
     "missing key": (edit(**{"encoder.layer.3.output.dense.weight": None}),
                     "encoder.layer.3.output.dense.weight missing"),

@@ -18,10 +18,10 @@ from launching import ROOT
 from superglue_helpers import saved_model, tiny_start
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetune.directory import save_finetuned
-from deberta_ds.finetune.models import build_model
-from deberta_ds.finetune.settings import Settings
-from deberta_ds.finetune.tasks import task_named
+from deberta_ds.finetuning.directory import save_finetuned
+from deberta_ds.finetuning.models import build_model
+from deberta_ds.finetuning.settings import Settings
+from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.release import hf
 from deberta_ds.release.convert import convert
 from deberta_ds.release.ours import write_ours

@@ -99,7 +99,7 @@ def test_a_comparison_with_a_run_that_was_not_evaluated_draws_training_rows(tmp_
     young = [record for record in make_records() if record["kind"] != "eval"]
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", young, name="b")]
     loss = next(chart for group in charts.groups([read_run(run) for run in runs])
-                for chart in group.charts if chart.chart.key == "generator_loss").chart
+                for chart in group[-1] if chart.chart.key == "generator_loss").chart
     assert loss.note.endswith("Training sequences.")
     assert [s.style for s in loss.series] == ["trend"] * 2
     assert len(loss.series[0].points) == len(loss.series[1].points)
@@ -181,7 +181,7 @@ def test_finished_is_not_green_when_nothing_was_learned(tmp_path):
 def test_a_line_of_one_point_is_seen():
     for style in ("trend", "plain", "dots"):
         drawing = draw(Chart("x", "x", "", "number", [Series("x", [(1, 2.0)], "main", style)]))
-        assert "dots" in [stroke.kind for stroke in drawing.strokes]
+        assert "dots" in [kind for kind, *_ in drawing.strokes]
 
 
 def test_noise_below_chance_is_neither_red_nor_held_against_a_run(tmp_path):
@@ -336,7 +336,7 @@ def test_flat_tiny_and_huge_values_have_few_short_ticks(values, unit):
 def test_float_noise_is_not_magnified():
     points = [(step, 2e-3 + step % 3 * 1e-18) for step in range(50)]
     drawing = draw(Chart("x", "x", "", "rate", [Series("x", points, "main", "plain")], last_x=49))
-    ys = {pair.split(" ")[1] for pair in drawing.strokes[0].path[1:].split("L")}
+    ys = {pair.split(" ")[1] for pair in drawing.strokes[0][-1][1:].split("L")}
     assert len(ys) == 1
 
 

@@ -27,7 +27,8 @@ ADDED = {"albert": [], "v3": [], "t5": ["<s>", "<mask>"], "llama_spm": ["<pad>",
 RAW = (*SENTENCES, "", " ", "\r\n\u2028\x85 x \u2028", "ﬁ ½ Ａ x\u200by",
        "  two  spaces\u00a0and a soft\u00adhyphen\r\n",
        "tab\tthere 😀 नमस्ते", "   leading, <extra>the quick brown<tool> fox",
-       "def f(x):\n    return x", "\ufeff\u200bThe fox", "\x01\x02 The fox")
+       "def f(x):\n    return x", "\ufeff\u200bThe fox", "\x01\x02 The fox",
+       "tab\x1cfile\x1fsep", "x" * 500)
 
 
 @pytest.fixture(scope="module", params=list(cases.SENTENCEPIECE))
@@ -46,7 +47,7 @@ def test_ids_are_those_of_the_library_on_the_text_as_it_stands(made):
     wanted = [library.encode(text) for text in RAW]
     assert tokenizer.normalizes_itself
     assert tokenizer.encode_batch(list(RAW)) == [tokenizer.encode(text) for text in RAW] == wanted
-    assert [ids.tolist() for ids in tokenizer.encode_arrays(list(RAW))] == wanted
+    assert [tokenizer.encode_array(text).tolist() for text in RAW] == wanted
     assert len(set(tokenizer.special_ids.values())) == 5
     special = tokenizer.is_special()
     special[tokenizer.unk_id] = False

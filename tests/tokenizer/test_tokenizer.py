@@ -29,6 +29,7 @@ def test_decode_gives_the_text_back(text):
     assert tokenizer.encode_batch([text, text]) == [ids, ids]
     assert tokenizer.encode_array(text).tolist() == ids
     assert tokenizer.mask_id not in ids
+    assert tokenizer.decode([1, *ids, 2]).split() == ["[CLS]", *text.split(), "[SEP]"]
 
 
 def test_a_forked_process_encodes_batches_and_ends():
@@ -39,12 +40,6 @@ def test_a_forked_process_encodes_batches_and_ends():
             "assert tokenizer.encode_array('The quick fox').tolist() == ids\n"
             "sys.exit(os.waitpid(child, 0)[1] if child else 0)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_special_names_in_text_are_text():
-    tokenizer = tiny_tokenizer()
-    assert not tokenizer.is_special()[tokenizer.encode("a [MASK] and a [SEP]")].any()
-    assert tokenizer.decode([1, *tokenizer.encode("The fox"), 2]) == "[CLS] The fox [SEP]"
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, "  The\tquick\nfox \U0001f600x  ", "naïve 𝒳y"])
@@ -69,13 +64,6 @@ def test_offsets_cover_the_words(text):
      ("<0xB8>", False), ("<0xC3>", False), ("<0x41>", False), ("<0xF0>", True), ("ة", False)])
 def test_word_start_rule(piece, starts):
     assert piece_starts_word(piece) is starts
-
-
-def test_word_starts_agree_with_spaces():
-    tokenizer = tiny_tokenizer()
-    starts = tokenizer.word_starts()
-    ids = tokenizer.encode("Unbelievably internationalization is disentanglement")
-    assert starts[ids].sum() == 4 and starts[ids[0]]
 
 
 def test_refuses_other_models(tmp_path):

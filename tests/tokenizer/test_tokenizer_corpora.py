@@ -206,7 +206,7 @@ def test_a_long_document_has_the_tokens_of_the_whole(name, monkeypatch):
 
 
 def test_text_behind_a_mask_keeps_its_space():
-    for name in MAKERS:
+    for name in (*MAKERS, "sentencepiece"):
         tokenizer = Tokenizer(directory_of(name))
         whole = tokenizer.encode("The quick fox jumps over")
         ids = tokenizer.encode_around_masks(["The quick ", " jumps over"])

@@ -32,7 +32,7 @@ def test_ids_are_those_of_auto_tokenizer(name):
     wanted = theirs(list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
     assert ours.encode_batch(list(WITHOUT_NAMES)) == wanted
     assert [ours.encode(text) for text in WITHOUT_NAMES] == wanted
-    assert [array.tolist() for array in ours.encode_arrays(list(WITHOUT_NAMES))] == wanted
+    assert [ours.encode_array(text).tolist() for text in WITHOUT_NAMES] == wanted
     for role, number in ours.special_ids.items():
         assert getattr(theirs, f"{role}_token_id") == number
     assert ours.size == len(theirs)
@@ -56,7 +56,7 @@ def test_ids_of_tokenizers_that_transformers_has_trained_and_saved(name, tmp_pat
         list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [*MAKERS, "sentencepiece"])
 def test_names_of_special_tokens_in_text_are_text(name):
     tokenizer = Tokenizer(directory_of(name))
     special = tokenizer.is_special()
@@ -64,7 +64,7 @@ def test_names_of_special_tokens_in_text_are_text(name):
     assert not special[tokenizer.encode(TEXTS[-1])].any()
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [*MAKERS, "sentencepiece"])
 def test_offsets_decoding_and_another_process(name):
     tokenizer = pickle.loads(pickle.dumps(Tokenizer(directory_of(name))))
     for text in SENTENCES:

@@ -7,14 +7,14 @@ import torch
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config
-from deberta_ds.train import rehearsal
+from deberta_ds.training import rehearsal, start
 
 
 def main() -> None:
     run, origins = run_config.load(sys.argv[1])
     words = torch.zeros(run.model.vocab_size, run.model.hidden_size)
     words[7, 3] = torch.nan
-    rehearsal.first_weights = lambda run: ({"words.weight": words}, [])
+    start.first_weights = lambda run: ({"words.weight": words}, [])
     rehearsal.rehearse(run, ds_config.load(sys.argv[2]), resume="auto", place=sys.argv[1],
                        origins=origins)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from deberta_ds.cluster import dist
-from deberta_ds.finetune import loop, resume
+from deberta_ds.finetuning import loop, resume
 
 STEP, SAVES, NAN_ROW = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 resume.MOST_OF_TIME = math.inf

@@ -21,7 +21,7 @@ from fused_model import CONFIG, batch_of_a_packed_row
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
 from deberta_ds.model.kernels import kernel_check
-from deberta_ds.train.step import train_step
+from deberta_ds.training.step import train_step
 
 ARGUMENTS = ["--train.global_batch_size=1", "--train.micro_batch_size=1"]
 

@@ -19,8 +19,8 @@ from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.state import base_optimizer, buffers, layout_of
-from deberta_ds.train.setup import batches_of, join_group, open_run
-from deberta_ds.train.step import BadStepError, train_step
+from deberta_ds.training.setup import batches_of, join_group, open_run
+from deberta_ds.training.step import BadStepError, train_step
 
 BAD = "generator.head.dense.weight"
 

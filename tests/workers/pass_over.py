@@ -21,7 +21,7 @@ from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config, engine
-from deberta_ds.train import loop
+from deberta_ds.training import loop
 
 real_step = loop.train_step
 
@@ -46,7 +46,7 @@ def copy_as_step(source: Path, out: Path, step: int) -> None:
     path = find.path_of(out, step)
     shutil.copytree(source, path)
     record = dataclasses.replace(read_run_record(path), step=step)
-    write_atomic(path / "run.json", record.to_json())
+    write_atomic(path / "run.json", json.dumps(dataclasses.asdict(record)))
     manifest = json.loads((path / "manifest.json").read_text()) | {"step": step}
     manifest["files"]["run.json"] = {"bytes": (path / "run.json").stat().st_size,
                                      "xxh3": xxh3(path / "run.json")}

@@ -5,7 +5,7 @@ import time
 
 from deberta_ds.cluster import dist
 from deberta_ds.engine import engine
-from deberta_ds.train.rehearsal import preflight
+from deberta_ds.training.rehearsal import preflight
 
 device = engine.init_distributed()
 rank = dist.rank()

@@ -30,8 +30,8 @@ from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
 from deberta_ds.engine.state import MASTER
-from deberta_ds.train.setup import batches_of, join_group, open_run
-from deberta_ds.train.step import train_step
+from deberta_ds.training.setup import batches_of, join_group, open_run
+from deberta_ds.training.step import train_step
 
 # Every kind of engine that trains, by stage, precision and where the optimizer lies.
 KINDS = ("zero0_fp32", "zero1_fp32", "zero1_bf16", "zero1_fp16",
@@ -212,7 +212,7 @@ def compare(first: Path, second: Path, what: str) -> None:
         for key in (MASTER, *keys):
             assert torch.equal(a.read(name, key), b.read(name, key)), (what, name, key)
         assert a.scalars(name) == b.scalars(name), what
-    scales = a.loss_scale(), b.loss_scale()
+    scales = a.loss_scale, b.loss_scale
     if all(scale.get("dynamic") for scale in scales):
         assert scales[0]["cur_scale"] == scales[1]["cur_scale"], what
 

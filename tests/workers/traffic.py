@@ -22,8 +22,8 @@ import torch.distributed as torch_dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
 from deberta_ds.model.backbone import count_parameters
-from deberta_ds.train.setup import batches_of, join_group, open_run
-from deberta_ds.train.step import train_step
+from deberta_ds.training.setup import batches_of, join_group, open_run
+from deberta_ds.training.step import train_step
 
 SENT: Counter = Counter()
 

@@ -13,8 +13,8 @@ from deberta_ds.config import run_config
 from deberta_ds.engine import engine
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.train.setup import batches_of, join_group, open_run
-from deberta_ds.train.step import train_step
+from deberta_ds.training.setup import batches_of, join_group, open_run
+from deberta_ds.training.step import train_step
 
 
 def trajectory(run, ds_values: dict) -> dict:

@@ -37,6 +37,7 @@ TESTS = {  # file of the package: tests that should notice
     "model/attention/reference.py": ["test_attention_reference.py"],
     "model/attention/segments.py": ["test_attention_tiled.py"],
     "model/attention/tiled.py": ["test_attention_tiled.py"],
+    "model/attention/dense.py": ["test_attention_tiled.py"],
 }
 _FLIPS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
           ast.NotEq: ast.Eq, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add,

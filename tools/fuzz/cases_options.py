@@ -18,8 +18,8 @@ _VALUES = ["nan", "inf", "-inf", "-1", "0", "1", "2", "-0.5", "0.5", "1e-320", "
 _NUMBERS = ("nan", "inf", "-inf", "1e999")  # which no option of a number takes
 _NEVER = {"--push", "--private", "--help"}  # the network; no run at all
 _HELPERS = {"data_prep": ("data_prep/options.py",),
-            "launch/finetune.py": ("deberta_ds/finetune/options.py",),
-            "launch/superglue.py": ("deberta_ds/finetune/options.py",)}
+            "launch/finetune.py": ("deberta_ds/finetuning/options.py",),
+            "launch/superglue.py": ("deberta_ds/finetuning/options.py",)}
 
 
 def options(random: Random, place: Path) -> Case:

@@ -13,7 +13,7 @@ where buckets // 2 is a power of two.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from typing import NamedTuple
 
 import numpy as np
@@ -66,10 +66,14 @@ class Geometry:
         """Rows of the relative table."""
         return 2 * self.span
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """Smallest R such that all distances >= R share a slot and all <= -R share a slot."""
-        return _reach(self)
+        slots, reach = _slots(self), self.max_relative
+        before, behind = slots[:reach][::-1], slots[reach + 1:]  # of distances -1, -2 ..; 1, 2 ..
+        while reach > 1 and (behind[reach - 2], before[reach - 2]) == (behind[-1], before[-1]):
+            reach -= 1
+        return reach
 
     def slots(self, distances: torch.Tensor) -> torch.Tensor:
         """Return the int64 table row in [0, num_slots) of each signed distance, same shape."""
@@ -108,17 +112,6 @@ def _slots(geometry: Geometry) -> np.ndarray:
 def _slot_table(geometry: Geometry, device: torch.device) -> torch.Tensor:
     """Return the slots of distances -M..M as int64 on `device`."""
     return torch.tensor(_slots(geometry), dtype=torch.int64, device=device)
-
-
-@lru_cache(maxsize=64)
-def _reach(geometry: Geometry) -> int:
-    slots = _slots(geometry).tolist()
-    limit = geometry.max_relative
-    reach = limit
-    while (reach > 1 and slots[limit + reach - 1] == slots[2 * limit]
-           and slots[limit - reach + 1] == slots[0]):
-        reach -= 1
-    return reach
 
 
 class Band(NamedTuple):

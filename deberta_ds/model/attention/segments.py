@@ -2,8 +2,7 @@
 
 On the CPU a span is one document segment (or several short ones), so pairs of different documents
 and padding are never computed. Short sequences are one span together: masking costs less than many
-small matmuls. On a GPU reading the segments would stall the stream, so a span is a whole sequence
-and a mask separates the documents.
+small matmuls.
 
 Shape legend: B batch, L length, Q queries of the batch; R rows (or 1), X queries and Y keys of a
 span.
@@ -37,8 +36,6 @@ def split_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> 
     """Return the spans of a batch; queries outside of all spans see no key."""
     if query_positions_BQ is not None:
         query_positions_BQ = query_positions_BQ.long()  # kernels read 64 bits
-    if segments_BL.is_cuda:
-        return [_whole_row(segments_BL, query_positions_BQ, b) for b in range(len(segments_BL))]
     if query_positions_BQ is None and segments_BL.shape[1] <= _SHORT_ROWS:
         return [_all_rows(segments_BL)]
     spans = []

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deberta_ds.model.attention.geometry import Geometry
 
-_ALIGNED = 16  # products are this many columns or a multiple: odd widths cost a third of the speed
+ALIGNED = 16  # products are this many columns or a multiple: odd widths cost a third of the speed
 
 
 def block_rows(dtype: torch.dtype, rows: int) -> int:
@@ -51,16 +51,9 @@ class Expansion:
 
     def collapse(self, grad_HCD: Tensor, num_slots: int) -> Tensor:
         """Return the gradient [H,S,D] of the relative table, summed in a fixed order."""
-        if grad_HCD.is_cuda:
-            return self.collapse_by_product(grad_HCD, num_slots)
         heads, _, size = grad_HCD.shape
         grad_HSD = grad_HCD.new_zeros(heads, num_slots, size)
         return grad_HSD.index_add_(1, self.slots_C, grad_HCD)
-
-    def collapse_by_product(self, grad_HCD: Tensor, num_slots: int) -> Tensor:
-        """Return the same on a GPU, where `index_add_` adds in any order."""
-        one_hot_SC = self.slots_C == torch.arange(num_slots, device=grad_HCD.device)[:, None]
-        return one_hot_SC.to(grad_HCD.dtype) @ grad_HCD
 
 
 def expansion(geometry: Geometry, longest: int, rows_are_queries: bool, clip: bool, like: Tensor
@@ -73,7 +66,7 @@ def expansion(geometry: Geometry, longest: int, rows_are_queries: bool, clip: bo
     block = block_rows(like.dtype, longest)
     radius = reach + block - 1
     # Further rows at the end, so that a product of aligned width finds as many.
-    distances_C = torch.arange(-radius, radius + _ALIGNED, device=like.device)
+    distances_C = torch.arange(-radius, radius + ALIGNED, device=like.device)
     if rows_are_queries:  # y - x is then key minus query
         distances_C = -distances_C
     return Expansion(reach, block, radius, geometry.slots(distances_C))
@@ -96,10 +89,10 @@ def _bands(expanded: Expansion, frame: Frame, rows: int, columns: int):
         far = max(min(shift + stop - start + expanded.reach, columns), near)
         table_start = near - shift - (stop - start - 1) + expanded.radius
         width = far - near + stop - start - 1
-        yield start, stop, near, far, table_start, table_start - (-width // _ALIGNED) * _ALIGNED
+        yield start, stop, near, far, table_start, table_start - (-width // ALIGNED) * ALIGNED
 
 
-def _skewed(buffer: Tensor, columns: int) -> Tensor:
+def skewed_view(buffer: Tensor, columns: int) -> Tensor:
     """Return the view [G,X,Y] of a contiguous buffer of products: (x, y) lies at y - x + X - 1."""
     groups, rows, width = buffer.shape
     shape, strides = (groups, rows, columns), (rows * width, width - 1, 1)
@@ -143,7 +136,7 @@ class Scratch:
         return flat[:size].view(shape)
 
     def take_skewed(self, shape: tuple[int, ...], columns: int, like: Tensor) -> Tensor:
-        """Return a buffer that is 0 outside of the view `_skewed(buffer, columns)`.
+        """Return a buffer that is 0 outside of the view `skewed_view(buffer, columns)`.
 
         It is zeroed only when the shape changes: callers must write every element of the view.
         """
@@ -158,10 +151,8 @@ class Scratch:
 _LOCAL = threading.local()
 
 
-def scratch_of(device: torch.device) -> Scratch:
-    """Return this thread's scratch for the CPU, some tiles large; on a GPU a new one."""
-    if device.type != "cpu":
-        return Scratch()
+def own_scratch() -> Scratch:
+    """Return this thread's scratch, some tiles large."""
     if not hasattr(_LOCAL, "scratch"):
         _LOCAL.scratch = Scratch()
     return _LOCAL.scratch
@@ -175,7 +166,7 @@ def _padded_rows(tensor_GXY: Tensor, scratch: Scratch) -> Tensor:
     groups, rows, columns = tensor_GXY.shape
     if columns * tensor_GXY.dtype.itemsize % 1024:
         return tensor_GXY
-    buffer = scratch.take("apart", (groups, rows, columns + _ALIGNED), tensor_GXY)
+    buffer = scratch.take("apart", (groups, rows, columns + ALIGNED), tensor_GXY)
     return buffer[:, :, :columns].copy_(tensor_GXY)
 
 
@@ -194,7 +185,7 @@ def add_term(scores: Tensor, x_GXD: Tensor, term: PositionTerm, frame: Frame, tr
             if wanted != shape:  # all blocks of one shape share the views
                 shape = wanted
                 buffer = scratch.take("product", (x.shape[0], *shape[:2]), x)
-                product, skewed = buffer.view(heads, -1, shape[1]), _skewed(buffer, shape[2])
+                product, skewed = buffer.view(heads, -1, shape[1]), skewed_view(buffer, shape[2])
             table = term.table_HDC[:, :, table_start:table_stop]
             torch.bmm(x.reshape(heads, -1, size), table, out=product)
             if transposed:  # a transposing copy, then an add: 4 x faster than a transposed add
@@ -230,7 +221,7 @@ def collect_term(grad: Tensor, x_GXD: Tensor, term: PositionTerm, frame: Frame, 
             if wanted != shape:  # all blocks of one shape share the views
                 shape = wanted
                 buffer = scratch.take_skewed((grad.shape[0], *shape[:2]), shape[2], grad)
-                skewed, rows = _skewed(buffer, shape[2]), buffer.view(heads, -1, shape[1])
+                skewed, rows = skewed_view(buffer, shape[2]), buffer.view(heads, -1, shape[1])
             if transposed:
                 swapped = scratch.take("swapped back", skewed.shape, grad)
                 skewed.copy_(swapped.copy_(source[:, near:far].transpose(1, 2)))

@@ -18,7 +18,7 @@ from deberta_ds.model.attention.dropout import clear_dropped, drop_threshold, ma
 from deberta_ds.model.attention.segments import KeySpan
 
 _KEY_ROWS = 512  # of gathered queries at once
-_TILE_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}  # of scores; on the CPU per thread
+_TILE_BYTES = 1 << 21  # of scores, per thread
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,8 @@ class Tile:
 
 def groups(spans: list[KeySpan], q_BHQD: Tensor) -> Iterator[Group]:
     """Yield the groups of all spans, in the fixed order that forward and backward share."""
-    heads, device = q_BHQD.shape[1], q_BHQD.device.type
-    budget = _TILE_BYTES[device] // q_BHQD.dtype.itemsize
-    if device == "cpu":
-        budget *= torch.get_num_threads()
+    heads = q_BHQD.shape[1]
+    budget = _TILE_BYTES // q_BHQD.dtype.itemsize * torch.get_num_threads()
     for span in spans:
         keys = span.stop - span.start
         queries = keys if span.queries_X is None else len(span.queries_X)

@@ -1,4 +1,4 @@
-"""Disentangled attention in PyTorch without gather or scatter, in tiles, with its own backward.
+"""Disentangled attention on a CPU without gather or scatter, in tiles, with its own backward.
 
 Works on one tile at a time (see `tile`), small enough to stay in cache. Tiles of short spans keep
 their probabilities for backward; those of long ones are computed again there, so memory does not
@@ -18,7 +18,7 @@ from deberta_ds.model.attention.dropout import dropout_bits
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.segments import KeySpan, split_into_spans
-from deberta_ds.model.attention.skew import PositionTerm, Scratch, expansion, make_term, scratch_of
+from deberta_ds.model.attention.skew import PositionTerm, Scratch, expansion, make_term, own_scratch
 from deberta_ds.model.attention.tile import (
     Gradients,
     Inputs,
@@ -144,7 +144,7 @@ def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting) -> Inp
         p2c = make_term(expanded, pos_query_HSD, scale)
     if setting.dropout > 0:
         bits = dropout_bits(setting.seed, batch, heads, queries, keys, q_BHQD.device)
-    terms, scratch = (c2p, p2c), scratch_of(q_BHQD.device)
+    terms, scratch = (c2p, p2c), own_scratch()
     return Inputs(q_BHQD, k_BHLD, v_BHLD, *terms, scale, setting.dropout, bits, scratch)
 
 

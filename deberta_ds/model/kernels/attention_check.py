@@ -46,8 +46,8 @@ LONG = (Rows(600), Rows(900, keep=True), Rows(1100), Rows(1100, dropout=0.0),
 
 
 def check(device: torch.device, dtype: torch.dtype, size: int, long: bool,
-          fused: Callable[..., Tensor], terms: tuple[bool, bool] = (True, True)) -> Verdict:
-    """Return whether `fused` agrees with the reference; from the file if it has been found to.
+          terms: tuple[bool, bool] = (True, True)) -> Verdict:
+    """Return whether fused attention agrees with the reference, as `kernel_check.check` does.
 
     size: of a head. long: with pairs beyond the relative table's reach, which other loops take.
     terms: whether scores have content to position, and position to content.
@@ -56,7 +56,15 @@ def check(device: torch.device, dtype: torch.dtype, size: int, long: bool,
     if not all(terms):
         kind += f", {'only c2p' if terms[0] else 'only p2c' if terms[1] else 'no position term'}"
     return kernel_check.check(device, dtype, kind, SOURCES,
-                              lambda: compare(device, dtype, size, long, fused, terms))
+                              partial(compare_fused, device, dtype, size, long, terms))
+
+
+def compare_fused(device: torch.device, dtype: torch.dtype, size: int, long: bool,
+                  terms: tuple[bool, bool]) -> tuple[float, str]:
+    """Return `compare` of the Triton kernels."""
+    from deberta_ds.model.kernels.attention import fused_path
+
+    return compare(device, dtype, size, long, fused_path, terms)
 
 
 def compare(device: torch.device, dtype: torch.dtype, size: int, long: bool,

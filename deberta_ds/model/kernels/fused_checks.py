@@ -7,6 +7,7 @@ Legend: T target rows, V vocabulary; R rows, C columns.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,11 +30,15 @@ _ROWS = 1100  # so that programs of the weights' gradients take several turns
 
 def check_loss(device: torch.device, dtype: torch.dtype, size: int) -> kernel_check.Verdict:
     """Return whether the fused vocabulary loss is right for residual states of this size."""
+    return kernel_check.check(device, dtype, f"vocabulary loss, width {size}", LOSS_SOURCES,
+                              partial(compare_fused_loss, device, dtype, size))
+
+
+def compare_fused_loss(device: torch.device, dtype: torch.dtype, size: int) -> tuple[float, str]:
+    """Return `compare_loss` of the Triton kernels."""
     from deberta_ds.model.kernels.fused_cross_entropy import fused_linear_cross_entropy
 
-    return kernel_check.check(
-        device, dtype, f"vocabulary loss, width {size}", LOSS_SOURCES,
-        lambda: compare_loss(device, dtype, size, fused_linear_cross_entropy))
+    return compare_loss(device, dtype, size, fused_linear_cross_entropy)
 
 
 def check_norm(device: torch.device, sublayer: torch.dtype, residual: torch.dtype, size: int
@@ -41,7 +46,7 @@ def check_norm(device: torch.device, sublayer: torch.dtype, residual: torch.dtyp
     """Return whether the fused LayerNorm and GELU are right for residual states of this size."""
     kind = f"LayerNorm and GELU, {str(sublayer)[6:]} into {str(residual)[6:]}, width {size}"
     return kernel_check.check(device, sublayer, kind, NORM_SOURCES,
-                              lambda: compare_norm(device, sublayer, residual, size))
+                              partial(compare_norm, device, sublayer, residual, size))
 
 
 def compare_loss(device: torch.device, dtype: torch.dtype, size: int, fused: Callable

@@ -1,86 +1,124 @@
-"""Check Triton kernels against torch on this GPU, once per GPU, torch, Triton and kind of shape.
+"""Check Triton kernels against torch on this GPU, once per node, GPU, torch, Triton and shape.
 
 A kernel that was compiled by another Triton, or for a card that nobody has tried, may be wrong
 without a word. So before it is taken by default, a small problem goes forward and backward through
-it and through torch's operators on the card itself. A pass is kept in a file, and not asked again.
+it and through torch's operators on the card itself, in a process of its own: a fault of the GPU
+(an illegal address) leaves nothing that this process could go on with. A pass is kept in a file on
+this node, next to what Triton has compiled, and not asked again.
 """
 
 import hashlib
-import importlib
 import importlib.util
 import json
-import logging
 import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deberta_ds.base.errors import first_line
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 
-_LOG = logging.getLogger("deberta_ds")
 OFF = "DEBERTA_DS_KERNELS"  # "0": no Triton kernels, torch's operators alone
 OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
 # Relative, of every result: three times what rounding the input dtype costs.
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+_MOST_SECONDS = 600  # of a check; compiling takes about one minute
+_MOST_CHARACTERS = 8000  # of the error of a compiler, which may print a whole program
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check found, in words for the log."""
+    """What the check found, in words for the log; of a failure also where."""
 
     passed: bool
     text: str
 
 
+verdicts: dict[str, Verdict] = {}  # of this process, by platform and kind
+
+
+def merge(found: dict[str, Verdict]) -> None:
+    """Add the verdicts of another rank; a kernel that fails on one fails on all."""
+    verdicts.update({key: verdict for key, verdict in found.items()
+                     if key not in verdicts or not verdict.passed})
+
+
 def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Path],
-          compare: Callable[[], tuple[float, str]]) -> Verdict:
-    """Return whether a kernel agrees with torch's operators; from the file if it was found to.
+          compare: partial[tuple[float, str]]) -> Verdict:
+    """Return whether a kernel agrees with torch's operators; as known here, or kept on this node.
 
     kind: the kernel and its class of shapes, in words. sources: the files that it and its truth
     are made of; a change of them, or of this file, asks again. compare() returns the largest
-    relative error and of what it is. Raises what says nothing of the kernel: a card that is full
-    or broken.
+    relative error and of what it is; it is pickled for the process that runs it.
     """
+    if missing := _missing():
+        return _failed(device, missing)
     path = results_file()
     key = f"{_platform(device)}, kernels {_digest(sources)}, {str(dtype)[6:]}, {kind}"
-    known = _read(path)
-    if key in known:
-        return Verdict(True, f"{known[key]}, kept in {path}")
-    start = time.perf_counter()
+    if key not in verdicts and key in (known := _read(path)):
+        verdicts[key] = Verdict(True, f"{known[key]}, kept in {path}")
+    if key not in verdicts:
+        start = time.perf_counter()
+        found = verdicts[key] = _run(device, compare, TOLERANCES[dtype])
+        if found.passed:
+            _keep(path, _read(path) | {key: found.text})
+            seconds = time.perf_counter() - start
+            verdicts[key] = Verdict(True, f"{found.text}, in {seconds:.1f} s")
+    return verdicts[key]
+
+
+def _missing() -> str:
+    """Return what Triton needs of this machine and does not find, or an empty string."""
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler (apt install gcc, or set CC)"
+    return "" if header.is_file() else f"Triton finds no {header} (apt install python3-dev)"
+
+
+def _run(device: torch.device, compare: partial[tuple[float, str]], allowed: float) -> Verdict:
+    """Return the verdict of `compare` in another process; one that dies or hangs is a failure."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        # A thread of its own: autocast, inference mode and above all the hooks of activation
-        # checkpointing belong to the forward pass that asks, and would see the check's tensors.
-        with ThreadPoolExecutor(1) as thread:
-            error, where = thread.submit(_on_device, device, compare).result()
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as problem:  # a compiler's, a driver's: anything that is not a right result
-        return _failed(device, kind, f"{type(problem).__name__}: {first_line(problem)[:200]}")
-    allowed = TOLERANCES[dtype]
+        done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, env=environ,
+                              input=pickle.dumps((device, compare)), timeout=_MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        return _failed(device, f"it does not end in {_MOST_SECONDS} s")
+    said = done.stderr.decode(errors="replace").strip()[-_MOST_CHARACTERS:]
+    if done.returncode:
+        code = done.returncode
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return _failed(device, f"its process ends with {how}\n{said}")
+    error, where = json.loads(done.stdout.splitlines()[-1])
     if not error <= allowed:  # NaN is no pass
-        return _failed(device, kind, f"{where} off by {error:.1e} where {allowed:.1e} is allowed")
-    text = f"checked against torch's operators, largest error {error:.1e}"
-    _keep(path, known | {key: text})
-    return Verdict(True, f"{text}, in {time.perf_counter() - start:.1f} s")
+        return _failed(device, f"{where} off by {error:.1e} where {allowed:.1e} is allowed")
+    return Verdict(True, f"checked against torch's operators, largest error {error:.1e}")
 
 
-def _failed(device: torch.device, kind: str, text: str) -> Verdict:
-    """Return the verdict, and warn on this rank: all others will wait for its slower operators."""
-    _LOG.warning("%s on %s: a Triton kernel fails its check: %s", kind, device, text)
-    return Verdict(False, text)
+def _failed(device: torch.device, text: str) -> Verdict:
+    return Verdict(False, f"on {socket.gethostname()}, {device}: {text}")
 
 
-def _on_device(device: torch.device, compare: Callable[[], tuple[float, str]]
-               ) -> tuple[float, str]:
+def _answer() -> None:
+    """Be the process that `_run` starts."""
+    device, compare = pickle.load(sys.stdin.buffer)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        return compare()
+        print(json.dumps(compare()))
 
 
 def largest_error(results: list[Tensor], truth: list[Tensor], names: tuple[str, ...]
@@ -104,8 +142,6 @@ def obstacle(device: torch.device) -> str:
         return f"{OFF}=0"
     if device.type != "cuda" and not interpreted():
         return "no GPU"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
     if not interpreted() and torch.cuda.get_device_capability(device) < OLDEST:
         return "the card has no compute capability {}.{}".format(*OLDEST)
     return ""
@@ -116,17 +152,33 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+def keep_on_this_node() -> None:
+    """Let Triton keep what it compiles on this node, unless the user says where.
+
+    Ranks that compile at once in a home on a network file system disturb each other.
+    """
+    os.environ.setdefault("TRITON_CACHE_DIR", str(_own_directory() / "triton"))
+
+
 def results_file() -> Path:
-    """Return the file of passes: under $XDG_CACHE_HOME, or ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "deberta_ds" / "kernels.json"
+    """Return the file of passes on this node."""
+    return _own_directory() / "kernels.json"
+
+
+def _own_directory() -> Path:
+    """Return this user's directory among the node's temporary files."""
+    path = Path(tempfile.gettempdir(), f"deberta_ds-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise UserError(f"{path} belongs to another user, who could change the kernels in it; "
+                        "set TMPDIR to a directory of your own")
+    return path
 
 
 def _platform(device: torch.device) -> str:
     """Return what compiles and runs a kernel."""
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    triton = importlib.import_module("triton")
-    return f"{card}, torch {torch.__version__}, triton {triton.__version__}"
+    return f"{card}, torch {torch.__version__}, triton {metadata.version('triton')}"
 
 
 def _digest(sources: list[Path]) -> str:
@@ -148,4 +200,8 @@ def _keep(path: Path, known: dict[str, str]) -> None:
     try:
         write_atomic(path, json.dumps(known, indent=1) + "\n")
     except OSError:
-        pass  # a home that cannot be written: the next run checks again
+        pass  # a disk that is full: the next run checks again
+
+
+if __name__ == "__main__":
+    _answer()

@@ -1,9 +1,9 @@
 """Table of kernels: which implementation of attention, cross-entropy, LayerNorm, ... runs where.
 
 `KERNELS` has the implementations of each idea, the best first. `pick` takes the first one that runs
-on the device and in the dtype, whose limits hold, and that agrees with torch's operators on this
-card (`kernel_check`); its answer says why the better ones were not taken. docs/attention.md shows
-the same table.
+on the device and in the dtype and whose limits hold; its answer says why the better ones were not
+taken. A Triton kernel must agree with torch's operators on this card (`kernel_check`): where it
+does not, that is an error, not a slower kernel. docs/attention.md shows the same table.
 """
 
 import logging
@@ -100,23 +100,30 @@ def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
     if mode != "auto":
         return _named(mode, known, request, interpreted)
     missed: list[str] = []
-    for kernel in known[:-1]:
-        if kernel.by_name_only:
-            continue
+    for kernel in (one for one in known if not one.by_name_only):  # the last one runs everywhere
         problem = _problem(kernel, request, interpreted)
-        if not problem and kernel.check and not interpreted:
-            verdict = kernel.check(request)
-            if verdict.passed:
-                return Choice(kernel, verdict.text)
-            problem = f"it fails its check on this card: {verdict.text}"
         if not problem:
-            return Choice(kernel, "; ".join(missed))
+            break
         missed.append(f"not {kernel.name}: {problem}")
     why = "; ".join(missed)
-    if request.device.type == "cuda" and known[0].check:
-        _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea,
-                     known[-1].name, known[0].name, why)
-    return Choice(known[-1], why)  # runs everywhere
+    if kernel.check and not interpreted:
+        verdict = kernel.check(request)
+        if not verdict.passed:
+            raise UserError(_failure(kernel, known[-1], verdict))
+        why = verdict.text
+    if missed and request.device.type == "cuda" and known[0].check:
+        _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea, kernel.name,
+                     known[0].name, why)
+    return Choice(kernel, why)
+
+
+def _failure(kernel: Kernel, other: Kernel, verdict: Verdict) -> str:
+    """Return the error of a kernel that fails its check, and how to go on without it."""
+    remedy = f"set {kernel_check.OFF}=0 (torch's operators for all parts)"
+    if kernel.idea in OPTIONS:
+        remedy = f"--model.{OPTIONS[kernel.idea]}={other.name} in pretraining, or {remedy}"
+    return (f"{kernel.idea}: the {kernel.name} kernel fails its check {verdict.text}\nfix this, or "
+            f"go on without the kernel, several times slower: {remedy}")
 
 
 def _named(mode: str, known: list[Kernel], request: Request, interpreted: bool) -> Choice:
@@ -171,7 +178,7 @@ def _columns(request: Request) -> str:
 def _check_attention(request: Request) -> Verdict:
     from deberta_ds.model.kernels import attention_check
     return attention_check.check(request.device, request.dtype, request.size, request.long,
-                           KERNELS[0].load(), request.terms)
+                                 request.terms)
 
 
 def _check_loss(request: Request) -> Verdict:
@@ -190,8 +197,10 @@ _ROWS = f"hidden size up to {MOST_COLUMNS:,}"
 KERNELS = (
     Kernel("attention", "fused", "kernels.attention:fused_path", _GPU, _HALF, _head_size,
            _check_attention, _HEADS),
+    Kernel("attention", "tiled", "attention.tiled:tiled_attention", _CPU),
     Kernel("attention", "reference", "attention.reference:reference_attention", by_name_only=True),
-    Kernel("attention", "tiled", "attention.tiled:tiled_attention"),
+    Kernel("attention", "dense", "attention.dense:dense_attention",
+           needs="memory for the scores of all pairs"),
     Kernel("cross-entropy", "fused", "kernels.fused_cross_entropy:fused_linear_cross_entropy",
            _GPU, _HALF, _aligned, _check_loss,
            f"hidden size a multiple of {_ALIGNED}; under 2^31 elements"),
@@ -211,11 +220,12 @@ KERNELS = (
 
 
 def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matmuls: torch.dtype,
-            length: int, zero_stage: int = 0) -> dict[str, dict[str, str]]:
+            length: int, zero_stage: int = 0, without: tuple[str, ...] = ()
+            ) -> dict[str, dict[str, str]]:
     """Return {idea: {"kernel": name, "why": reason}} for training a model.
 
-    weights, matmuls: their dtypes, which differ under autocast. length: of a sequence. The kernels
-    are checked as in the first step.
+    weights, matmuls: their dtypes, which differ under autocast. length: of a sequence. without:
+    ideas that it does not have. Raises UserError for a kernel that fails its check on this card.
     """
     from deberta_ds.model.attention.geometry import Geometry, make_band
 
@@ -230,7 +240,8 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
         "LayerNorm": states, "GELU": states, "dropout": states,
         "projections": Request(device, weights, model.hidden_size, obstacle=separate)}
     modes = {idea: getattr(model, option) for idea, option in OPTIONS.items()}
-    picked = {idea: pick(idea, one, modes.get(idea, "auto")) for idea, one in requests.items()}
+    picked = {idea: pick(idea, one, modes.get(idea, "auto")) for idea, one in requests.items()
+              if idea not in without}
     return {idea: {"kernel": one.name, "why": one.why} for idea, one in picked.items()}
 
 

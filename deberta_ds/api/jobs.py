@@ -1,0 +1,206 @@
+"""What the commands do, from Python: train, finetune, predict, export.
+
+Each function is what the script of its name calls, or calls the same. In a notebook it is one
+process; for several, put the call into a script and start that by deepspeed or torchrun.
+"""
+
+import argparse
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.checkpoint import find
+from deberta_ds.cluster import dist, signals
+from deberta_ds.config import run_config
+from deberta_ds.engine import ds_config
+from deberta_ds.engine.engine import init_distributed
+from deberta_ds.finetuning import options, sweep
+from deberta_ds.finetuning.directory import MODEL, find_finetuned, load_finetuned
+from deberta_ds.finetuning.predict_file import predict_file
+from deberta_ds.finetuning.tasks import Task
+from deberta_ds.release import shape
+from deberta_ds.release.convert import Summary, convert, seal
+from deberta_ds.report import run_pages
+from deberta_ds.report.model_card import write_card
+from deberta_ds.tracking.records import METRICS_FILE, read_metrics
+from deberta_ds.training import loop
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A run that ended; `finished` is False if a signal (Ctrl-C) stopped it at a checkpoint."""
+
+    out_dir: Path
+    finished: bool
+
+    @property
+    def metrics(self) -> "pandas.DataFrame":
+        """All records of metrics.jsonl: a row per record; `kind` is train, eval or event."""
+        import pandas
+
+        return pandas.DataFrame(read_metrics(self.out_dir / METRICS_FILE))
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The best checkpoint if train.best_metric is set, else the newest."""
+        best = self.out_dir / find.BEST
+        return best if best.exists() else find.newest(self.out_dir)
+
+    def model(self):
+        """Return that checkpoint, loaded."""
+        from deberta_ds.api.model import load
+
+        if self.checkpoint is None:
+            raise UserError(f"{self.out_dir}: no checkpoint was saved")
+        return load(self.checkpoint)
+
+
+def train(run: str | Path, overrides: Mapping[str, Any] | None = None, *,
+          deepspeed_config: str | Path = "ds_configs/zero1_fp32.json", resume: str = "auto",
+          callbacks: Sequence[Callable[[dict[str, Any]], None]] = ()) -> TrainingResult:
+    """Train the run of a TOML file from its newest checkpoint (or step 0) to its end.
+
+    overrides: {"train.steps": 1000, ...}, over the values of the file. resume: "auto", "never" or
+    a checkpoint. Each of `callbacks` gets every train and eval record of metrics.jsonl as a dict,
+    on the first rank; what it raises ends the run. Ctrl-C (a notebook's "interrupt") finishes the
+    step, saves and returns. Call it from the main thread, on every rank. UserError as the command.
+
+    >>> result = train(RUN, {"train.steps": 2}, callbacks=[lambda record: None])
+    >>> result.finished, len(result.metrics.query("kind == 'train'"))
+    (True, 2)
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("train: call it from the main thread; others cannot listen to signals")
+    lines = [f"--{key}={_as_toml(value)}" for key, value in (overrides or {}).items()]
+    config, origins = run_config.load(run, lines, partial(shape.complete, resume=resume))
+    values = ds_config.load(str(deepspeed_config))
+    with signals.handlers_kept():
+        code = loop.pretrain(config, values, resume=resume, place=str(run), origins=origins,
+                             callbacks=callbacks)
+    return TrainingResult(Path(config.out_dir), code == 0)
+
+
+def _as_toml(value: Any) -> str:
+    """Return a value as an override is written."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_as_toml(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_as_toml, value)) + "]"
+    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class FinetuningResult:
+    """summary: medians over seeds by task; runs: the result of every (task, seed)."""
+
+    summary: dict[str, Any]
+    runs: list[dict[str, Any]]
+    out: Path
+
+    def __str__(self) -> str:
+        return sweep.table(self.summary)
+
+    @property
+    def models(self) -> list[Path]:
+        """The fine-tuned models that were kept, in the order of `runs`."""
+        places = [self.out / run["task"] / f"seed-{run['seed']}" / MODEL for run in self.runs]
+        return [place for place in places if place.is_dir()]
+
+
+def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: str | Path, *,
+             settings: Mapping[str, Any] | Sequence[str] = (),
+             init_from: Mapping[str, str] | None = None, save_models: bool = True,
+             show_scores: bool = False, compare: dict | None = None,
+             compare_with: Path | None = None, **given: Any) -> FinetuningResult:
+    """Fine-tune a model on one or several tasks; finished (task, seed) runs in `out` are reused.
+
+    tasks: names of SuperGLUE or GLUE tasks, or TOML files of your own (docs/finetuning.md).
+    model: as `load`. settings: {"epochs": 3, "RTE.learning_rate": 1e-5}. `given` are the options of
+    launch/finetune.py: seeds, data, config, deepspeed_config, max_bad, ... Call it on every rank.
+
+    >>> result = finetune(TASK, MODEL, OUT, settings={"epochs": 1, "max_length": 32})
+    >>> list(result.summary["tasks"])
+    ['mood']
+    """
+    if isinstance(settings, Mapping):
+        settings = [f"--{key if '.' in key else 'all.' + key}={_as_toml(value)}"
+                    for key, value in settings.items()]
+    parser = argparse.ArgumentParser()
+    options.add_options(parser)
+    known = parser.parse_args(["--model", str(model), "--out", str(out)])
+    if unknown := given.keys() - vars(known).keys():
+        raise UserError(f"finetune: no option {min(unknown)}; there are {', '.join(vars(known))}")
+    vars(known).update({key: str(value) if isinstance(value, Path) else value
+                        for key, value in given.items()})
+    named = [tasks] if isinstance(tasks, str | Path) else tasks
+    opened = tuple(task if isinstance(task, Task) else options.open_task(str(task))
+                   for task in named)
+    plan = options.build_sweep(known, list(settings), opened, dict(init_from or {}), save_models,
+                               show_scores=show_scores)
+    results = sweep.run_all(plan)
+    summary = sweep.summarize(plan.tasks, results)
+    options.say("\n" + sweep.table(summary, compare))
+    if dist.is_main():
+        whole = {"model": known.model, "data": known.data} | summary | {"runs": results}
+        print(run_pages.write_results(known.out, whole, [compare_with] if compare_with else []))
+    return FinetuningResult(summary, results, known.out)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """rows: a dict per row, as launch/predict.py writes it; scores: of labelled rows, or None."""
+
+    rows: list[dict[str, Any]]
+    scores: dict[str, Any] | None
+
+
+def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataFrame", *,
+            batch_size: int = 32, max_bad: int = 0) -> Predictions:
+    """Predict rows with a fine-tuned model (or the run that wrote it), in order.
+
+    rows: dicts, or a DataFrame, with the columns of the task; with a label column, they are scored.
+    A row that cannot be used is an error, or, up to `max_bad` of them, has "error" in its dict.
+    Tables on disk of any size: launch/predict.py. One process.
+
+    >>> predict(FINETUNED, [{"text": "A good day."}]).rows[0]["prediction"] in ("good", "bad")
+    True
+    """
+    if hasattr(rows, "to_dict"):
+        rows = rows.to_dict("records")
+    saved = load_finetuned(find_finetuned(str(model)))
+    with tempfile.TemporaryDirectory() as scratch:
+        table, out = Path(scratch) / "rows.jsonl", Path(scratch) / "out.jsonl"
+        table.write_text("".join(json.dumps(dict(row), default=str) + "\n" for row in rows))
+        predict_file(saved, table, out, init_distributed(), global_batch_size=batch_size,
+                     max_length=saved.settings.max_length, max_bad=max_bad)
+        scores = out.with_suffix(".scores.json")
+        return Predictions([json.loads(line) for line in out.read_text().splitlines()],
+                           json.loads(scores.read_text()) if scores.is_file() else None)
+
+
+def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = None,
+           onnx: str | None = None, repository: str = "") -> Summary:
+    """Write a run, checkpoint or model as a Hugging Face directory with a model card; check it.
+
+    onnx: "fp32" or "int8" adds ONNX files. `repository` is its name on the Hub, for the card.
+    Returns notes, checks and warnings. UserError if it cannot be read, or a check fails.
+
+    >>> export(MODEL, OUT + "/exported").checks != ()
+    True
+    """
+    out = Path(out)
+    summary = convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx)
+    try:
+        write_card(run, out, summary, repository)
+    finally:
+        seal(out)
+    return summary

@@ -1,0 +1,114 @@
+"""One (task, seed) run: what it is made of, and what another one must agree in to stand for it."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+import xxhash
+
+from deberta_ds.base.files import xxh3
+from deberta_ds.config.run_config import to_dict
+from deberta_ds.engine import ds_config
+from deberta_ds.finetuning.features import Feature, encode
+from deberta_ds.finetuning.layouts import Example
+from deberta_ds.finetuning.models import Start
+from deberta_ds.finetuning.readers import Split
+from deberta_ds.finetuning.settings import Settings
+from deberta_ds.finetuning.tables import Faults
+from deberta_ds.finetuning.tasks import Task
+from deberta_ds.release.tensors import weight_file
+from deberta_ds.tokenizer import Tokenizer
+
+_SAY_SECONDS = 10.0  # between two lines on the progress of encoding
+
+
+@dataclass(frozen=True)
+class Job:
+    """One (task, seed) run.
+
+    `tests` are splits to predict (and to score, with labels), `diagnostics` ones to score, by name.
+    """
+
+    task: Task
+    seed: int
+    settings: Settings
+    start: Start
+    train: Split
+    val: Split
+    tests: Mapping[str, Split]
+    out: Path  # the run's own directory
+    deepspeed: dict  # checked DeepSpeed JSON
+    device: torch.device
+    diagnostics: Mapping[str, Split] = field(default_factory=dict)
+    init_from: str = ""  # a fine-tuned directory of another task
+    keep_model: bool = True
+    show_scores: bool = False  # as tables, at the end
+    say: Callable[[str], None] = print
+    # By the id of a split; the seeds of a task have splits, settings and this in common.
+    encoded: dict[int, list[Feature]] = field(default_factory=dict)
+
+    def features(self, split: Split) -> list[Feature]:
+        """Return one of the run's splits encoded, once for all seeds.
+
+        UserError names an example that cannot be made to fit.
+        """
+        if id(split) not in self.encoded:
+            self.encoded[id(split)] = encode_split(split, self.start.tokenizer, self.settings,
+                                                   self.say)
+        return self.encoded[id(split)]
+
+    @cached_property  # a pass over all texts, and an identity is compared several times
+    def data_digest(self) -> str:
+        return digest(self.task, self.train, self.val)
+
+    def identity(self) -> dict:
+        """Return what a run on disk must agree in, to stand for this one."""
+        return {
+            "task": self.task.name,
+            "seed": self.seed,
+            "settings": to_dict(self.settings),
+            "start": self.start.name,
+            "start_weights": self.start.digest,
+            "init_from": self.init_from,
+            "init_weights": _digest_of(self.init_from) if self.init_from else "",
+            "train": [self.train.source, len(self.train.examples)],
+            "val": [self.val.source, len(self.val.examples)],
+            "labels_and_texts": self.data_digest,
+            "precision": ds_config.precision(self.deepspeed)}
+
+
+def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
+                 say: Callable[[str], None], faults: Faults | None = None) -> list[Feature]:
+    """Return a split's features as `encode` does, and say every 10 seconds how far it is."""
+    def examples() -> Iterator[Example]:
+        said = time.monotonic()
+        for number, example in enumerate(split.examples):
+            if time.monotonic() >= said + _SAY_SECONDS:
+                say(f"  encoding {split.source}: {number:,} of {len(split.examples):,}")
+                said = time.monotonic()
+            yield example
+
+    return encode(split.task, examples(), tokenizer, max_length=settings.max_length,
+                  window_overlap=settings.window_overlap, truncation=settings.truncation,
+                  faults=faults)
+
+
+@lru_cache
+def _digest_of(directory: str) -> str:
+    """Return a hash of a model's weight file, as it was first seen; "" if it is gone."""
+    file = weight_file(Path(directory))
+    return xxh3(file) if file else ""
+
+
+def digest(task: Task, *splits: Split) -> str:
+    """Return a hash of what a task makes of its data: texts, labels, answers, metrics."""
+    found = xxhash.xxh3_128(repr((task.head, task.labels, task.metrics, task.language,
+                                    task.columns.get("group"))).encode())
+    for example in itertools.chain.from_iterable(split.examples for split in splits):
+        found.update(repr((example.sequences, example.label, example.spans, example.names,
+                           example.gold)).encode("utf-8", "surrogatepass"))
+    return found.hexdigest()

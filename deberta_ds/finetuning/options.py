@@ -1,0 +1,121 @@
+"""Command-line options that launch/finetune.py and launch/sweep.py share.
+
+Nothing is imported above that takes time: --help and a mistyped option are answered at once.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deberta_ds.base.command_line import not_negative, positive
+from deberta_ds.base.errors import UserError
+
+if TYPE_CHECKING:
+    from deberta_ds.finetuning.sweep import Sweep
+    from deberta_ds.finetuning.tasks import Task
+
+_GPU_JSON = "ds_configs/zero1_bf16.json"
+SIFT_WEIGHT = 5.0  # lambda of the published DeBERTaV3 small and base recipes
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every fine-tuning command takes."""
+    add = parser.add_argument
+    add("--model", required=True,
+        help="run or checkpoint, Hugging Face directory, random:PRESET or random:DIRECTORY")
+    add("--data", default="", help="data of SuperGLUE or GLUE: directory, zip, or hub")
+    add("--out", required=True, type=Path, help="results go to OUT/TASK/seed-N/")
+    add("--seeds", type=positive, default=1, help="how many seeds: 1 .. N")
+    add("--config", metavar="TOML",
+        help="settings, such as launch/runs/superglue/small.toml; any can be overridden: "
+        "--all.epochs=3, --RTE.epochs=4 for one task")
+    add("--deepspeed_config", metavar="JSON",
+        help=f"how it is run (default: {_GPU_JSON} on a GPU with bf16, else fp32 without ZeRO)")
+    add("--tokenizer", help="path of a tokenizer: for random:PRESET, or where the model has none")
+    add("--sift", action="store_true",
+        help=f"adversarial fine-tuning (SiFT), sift_weight = {SIFT_WEIGHT} unless it is set")
+    add("--carve_train", nargs="+", default=[], metavar="TASK",
+        help="cut the train split of these tasks out of val, by passage")
+    add("--any_size", action="store_true", help="accept files that are not of the official size")
+    add("--max_bad", type=not_negative, default=0, metavar="N",
+        help="leave out up to N rows of a table that cannot be used")
+    add("--skip_test", action="store_true", help="make no test predictions")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
+
+
+def open_task(name: str) -> "Task":
+    """Return a benchmark's task by its name, or one of the user's own by its file."""
+    from deberta_ds.finetuning.own import load_own_task
+    from deberta_ds.finetuning.tasks import task_named
+
+    if not name.endswith(".toml"):
+        return task_named(name)
+    task, _, labels = load_own_task(name)
+    say(labels)
+    return task
+
+
+def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "tuple[Task, ...]",
+                init_from: dict[str, str], keep_models: bool, show_scores: bool = False) -> "Sweep":
+    """Join the process group and return the sweep that the command line asks for."""
+    from deberta_ds.engine.check import check_deepspeed
+    from deberta_ds.engine.engine import local_device
+    from deberta_ds.finetuning import settings
+    from deberta_ds.finetuning.models import open_start
+    from deberta_ds.finetuning.sweep import Sweep
+    from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
+    from deberta_ds.model.kernels import kernel_table
+    from deberta_ds.training.setup import join_with_kernels, kernel_choices
+
+    names = [task.name for task in tasks]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two tasks are called {twice[0]}, and so are their directories; name it "
+                        "once, or give one of the task files another name")
+    for task in tasks:
+        if task.predicted_by:
+            raise UserError(
+                f"{task.name} has no training data; the {task.predicted_by} model predicts it: "
+                f"run --task {task.predicted_by}")
+    own = [task.name for task in tasks if task.name not in TASK_NAMES]
+    if not options.data and len(own) < len(tasks):
+        raise UserError("--data: name the directory of the benchmark's files, a zip, or hub")
+    tables = settings.load(options.config, overrides, (*TASK_NAMES, *own))
+    for task in tasks:
+        if options.sift and "sift_weight" not in task.settings:
+            tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
+    longest = max(settings.resolve(task, tables).max_length for task in tasks)
+    json, values = _deepspeed(options.deepspeed_config)
+    warnings = check_deepspeed(values, json)
+    start = open_start(options.model, options.tokenizer)
+
+    kernels = join_with_kernels(lambda: [kernel_table.in_a_line(kernel_choices(
+        start.config, values, length, without=("cross-entropy",))) for length in (1, longest)])
+    for line in (f"DeepSpeed: {json}", f"kernels: {kernels[-1]}", *warnings):
+        say(line)
+    return Sweep(
+        tasks=tasks, num_seeds=options.seeds, start=start,
+        data=options.data or ".", out=options.out, deepspeed=values,
+        device=local_device(), settings=tables,
+        init_from=init_from, carved=tuple(task_named(name).name for name in options.carve_train),
+        any_size=options.any_size, max_bad=options.max_bad, predict_test=not options.skip_test,
+        keep_models=keep_models, show_scores=show_scores, say=say)
+
+
+def _deepspeed(path: str | None) -> tuple[str, dict]:
+    """Return the name of a DeepSpeed JSON and its values; of this machine's where none is given."""
+    import torch
+
+    from deberta_ds.cluster.driver import count_gpus
+    from deberta_ds.engine import ds_config
+
+    if not path and count_gpus() and torch.cuda.is_bf16_supported(including_emulation=False):
+        path = _GPU_JSON
+    return (path, ds_config.load(path)) if path else ("fp32 without ZeRO", {})
+
+
+def say(text: str) -> None:
+    """Print on the first rank."""
+    from deberta_ds.cluster import dist
+
+    if dist.is_main():
+        print(text, flush=True)

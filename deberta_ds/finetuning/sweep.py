@@ -1,0 +1,249 @@
+"""Tasks x seeds: read everything first, run what is not done yet, sum up as the leaderboard does.
+
+Per task: median, minimum and maximum over seeds, and how many runs failed (constant predictions, no
+better than the majority, or diverged). Never the best seed alone.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.toml_files import flatten
+from deberta_ds.finetuning import readers
+from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
+from deberta_ds.finetuning.features import Feature
+from deberta_ds.finetuning.job import Job, encode_split
+from deberta_ds.finetuning.layouts import is_labelled
+from deberta_ds.finetuning.metrics import score_name
+from deberta_ds.finetuning.models import Start, start_from
+from deberta_ds.finetuning.readers import Split
+from deberta_ds.finetuning.run import check_splits, finished, metrics_on, run, write_result
+from deberta_ds.finetuning.scores import percent
+from deberta_ds.finetuning.settings import resolve
+from deberta_ds.finetuning.tables import Faults
+from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
+from deberta_ds.training.check import check_alike
+from deberta_ds.training.setup import versions
+from deberta_ds.training.step import BadStepError
+
+CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
+_CARVE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What the command line asks for."""
+
+    tasks: tuple[Task, ...]
+    num_seeds: int
+    start: Start
+    data: str
+    out: Path
+    deepspeed: dict
+    device: torch.device
+    # task name -> the settings that were given
+    settings: Mapping[str, Mapping] = field(default_factory=dict)
+    init_from: Mapping[str, str] = field(default_factory=dict)  # task name -> fine-tuned directory
+    carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
+    any_size: bool = False
+    max_bad: int = 0  # rows of a table that may be left out because they cannot be used
+    predict_test: bool = True
+    keep_models: bool = True
+    show_scores: bool = False  # of every run
+    say: Callable[[str], None] = print
+
+
+def run_all(sweep: Sweep) -> list[dict]:
+    """Return the results of every (task, seed), reading finished ones from disk."""
+    for option, names in (("--init_from", sweep.init_from), ("--carve_train", sweep.carved)):
+        if unknown := set(names) - {task.name for task in sweep.tasks}:
+            raise UserError(f"{option} {min(unknown)}: is none of the tasks of this run, "
+                            f"{', '.join(task.name for task in sweep.tasks)}")
+    splits = {task.name: read_task(sweep, task) for task in sweep.tasks}
+    for train, val, tests, _ in splits.values():
+        readers.check_targets(train)
+        readers.check_targets(val)
+        for split in (val, *tests.values()):
+            lost = [e.place for e in split.examples if e.group is None and is_labelled(e)]
+            if lost and (column := split.task.columns.get("group")):
+                raise UserError(f"{lost[0]}: no column {column!r} (group in the task file); scores "
+                                "are to be shown by its values")
+            shared, place = readers.count_shared(train, split)
+            if shared:
+                sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
+                          f"{split.source} are in {train.source} too (such as {place}); their "
+                          "scores say nothing about new texts")
+    settings = {task.name: resolve(task, sweep.settings) for task in sweep.tasks}
+    jobs = []
+    for task in sweep.tasks:
+        train, val, tests, diagnostics = splits[task.name]
+        init_from = sweep.init_from.get(task.name, "")
+        init_from = str(find_finetuned(init_from)) if init_from else ""
+        encoded: dict[int, list[Feature]] = {}  # of all seeds
+        jobs += [
+            Job(task=task, seed=seed, settings=settings[task.name], start=sweep.start,
+                train=train, val=val, tests=tests, diagnostics=diagnostics,
+                out=sweep.out / task.name / f"seed-{seed}",
+                deepspeed=sweep.deepspeed, device=sweep.device,
+                init_from=init_from, keep_model=sweep.keep_models,
+                show_scores=sweep.show_scores, say=sweep.say, encoded=encoded)
+            for seed in range(1, sweep.num_seeds + 1)]
+    check_alike({"--seeds": sweep.num_seeds, "--out": str(sweep.out)} | {
+        f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds] for key, value in
+        flatten(job.identity() | {"deepspeed": sweep.deepspeed, "version of": versions()}).items()})
+    unfinished = {job.task.name: job for job in jobs if finished(job) is None}
+    check_splits(list(unfinished.values()))
+    for job in unfinished.values():
+        if job.init_from:  # one that does not fit is said before hours of training
+            saved = load_finetuned(job.init_from)
+            start_from(job.start, saved, job.init_from)
+            if saved.failure:
+                sweep.say(f"warning: the run of {job.init_from} failed: {saved.failure}")
+    results = []
+    for job in jobs:
+        try:
+            results.append(run(job))
+        except BadStepError as error:
+            results.append(_diverged(job, error))
+        if job.seed == sweep.num_seeds:  # the task's last
+            job.encoded.clear()
+    return results
+
+
+def _diverged(job: Job, error: BadStepError) -> dict:
+    """Record a diverged run as failed with score 0, so that the sweep goes on and counts it."""
+    job.say(f"{job.task.name} seed {job.seed}: {error}; counted as failed")
+    zero = dict.fromkeys(job.task.metrics, 0.0)
+    result = job.identity() | {"metrics": zero, "score": 0.0, "baseline": None, "failed": True,
+                               "failure": str(error), "error": str(error), "history": [],
+                               "diagnostics": {}}
+    write_result(job, result)
+    return result
+
+
+def read_task(sweep: Sweep, task: Task) -> tuple[Split, Split, dict[str, Split], dict[str, Split]]:
+    """Return (train, val, test splits to predict, labelled diagnostics to score) of `task`.
+
+    Both dictionaries are by name; the diagnostic of MNLI is MNLI-mm. Labelled tests are scored too.
+    """
+    def read(name: Task, split: str) -> Split:
+        faults = Faults(sweep.max_bad, sweep.out / f"{name.name}.{split}.bad_rows.txt")
+        found = readers.read_split(name, sweep.data, split, any_size=sweep.any_size, faults=faults)
+        if sweep.max_bad:
+            found = _that_fit(sweep, found, faults)
+        if found.left_out:
+            sweep.say(f"{found.source}: {found.left_out}")
+        return found
+
+    if task.val_share and "val" not in task.files:
+        train, val = readers.carve(read(task, "train"), 1 - task.val_share, _CARVE_SEED)
+    elif task.name in sweep.carved:
+        train, val = readers.carve(read(task, "val"), CARVED_SHARE, _CARVE_SEED)
+    else:
+        val, train = read(task, "val"), read(task, "train")
+    if task.name not in TASK_NAMES:
+        return train, val, _tests(task, read, sweep.predict_test), {}
+    tests, diagnostics = {}, {}
+    for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
+        if test.predicted_by and readers.has_split(test, sweep.data, "val"):
+            diagnostics[test.name] = read(test, "val")
+        if not readers.has_split(test, sweep.data, "test"):
+            sweep.say(f"{test.name}: no test split under {sweep.data}, no submission file")
+            continue
+        tests[test.name] = read(test, "test")
+    return train, val, tests, diagnostics
+
+
+def _that_fit(sweep: Sweep, split: Split, faults: Faults) -> Split:
+    """Return a split without the examples that cannot be encoded, such as texts too long."""
+    settings, before = resolve(split.task, sweep.settings), len(faults.errors)
+    features = encode_split(split, sweep.start.tokenizer, settings, sweep.say, faults)
+    if len(faults.errors) == before:
+        return split
+    return replace(split, examples=tuple(split.examples[f.position] for f in features),
+                   left_out=faults.check(before + len(split.examples),
+                                         faults.fit(split.task, f"--{split.task.name}.")))
+
+
+def _tests(task: Task, read: Callable[[Task, str], Split], predict: bool) -> dict[str, Split]:
+    """Return the test splits of an own task by name; the one without a name by the task's."""
+    return {task.name if place == "test" else place.removeprefix(TEST):
+            read(replace(task, files={"test": table}), "test")
+            for place, table in task.files.items() if predict and place.startswith("test")}
+
+
+def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
+    """Return {"tasks": {name: numbers over seeds}, "mean", "mean_of", "baseline_mean"}."""
+    summary: dict[str, dict] = {}
+    for task in tasks:
+        runs = [result for result in results if result["task"] == task.name]
+        if not runs:
+            continue
+        scores = [result["score"] for result in runs]
+        summary[task.name] = {
+            "score": _spread(scores),
+            "metrics": {name: _spread([result["metrics"][name] for result in runs])
+                        for name in task.metrics},
+            "baseline": next((r["baseline"] for r in runs if r["baseline"] is not None), None),
+            "seeds": len(runs),
+            "score_is": score_name(task),
+            "failed": sum(result["failed"] for result in runs),
+            "failures": Counter(result["failure"] for result in runs if result["failed"]),
+            "labels": list(task.labels),
+            "diagnostics": {
+                name: {metric: _spread([r["diagnostics"][name][metric] for r in runs
+                                        if name in r["diagnostics"]])
+                       for metric in metrics_on(task, name)}
+                for name in sorted({name for result in runs for name in result["diagnostics"]})}}
+    suite, main = suite_of(list(summary))
+    medians = [row["score"]["median"] for name, row in summary.items() if name in main]
+    return {"tasks": summary, "mean": statistics.fmean(medians or [0.0]), "mean_of": len(medians),
+            "suite": suite, "suite_tasks": len(main)}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def table(summary: Mapping, compare: Mapping | None = None) -> str:
+    """Return the summary as text; `compare` is another sweep's summary for one more column."""
+    rows = [("task", "majority", "compared", "median", "min", "max", "failed", "metrics (medians)")]
+    for name, row in summary["tasks"].items():
+        score = row["score"]
+        other = compare["tasks"].get(name) if compare else None
+        rows.append((
+            name, percent(row["baseline"]), percent(other["score"]["median"] if other else None),
+            percent(score["median"]), percent(score["min"]), percent(score["max"]),
+            f"{row['failed']}/{row['seeds']}", _medians(row["metrics"])))
+        for diagnostic, values in row["diagnostics"].items():
+            text = f"{_medians(values)}  (by the {name} model)"
+            rows.append((diagnostic, "", "", "", "", "", "", text))
+    if len(summary["tasks"]) > 1:
+        count, tasks, suite = (summary[key] for key in ("mean_of", "suite_tasks", "suite"))
+        what = f"{suite}, all of {count}" if count == tasks else (
+            f"{count} of {tasks} tasks of {suite}")
+        other = percent(compare["mean"]) if compare else ""
+        rows.append(("mean", "", other, percent(summary["mean"]), "", "", "", what))
+    name_width = max(9, 2 + max(len(name) for name, *_ in rows))
+    widths = (name_width, 9, 8 if compare else 0, 8, 7, 7, 8)
+    lines = ["".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True) if width)
+             + f"   {last}" for *cells, last in
+             ((f"{name:<{name_width}}", *others) for name, *others in rows)]
+    lines += ["", *(f"{name}: majority, median, min and max are its {row['score_is']}"
+                    for name, row in summary["tasks"].items())]
+    lines += [f"{name}: {count} of {row['seeds']} failed: {reason}"
+              for name, row in summary["tasks"].items()
+              for reason, count in row["failures"].items()]
+    if any(row["failed"] for row in summary["tasks"].values()):
+        lines.append("If runs fail, try another learning_rate (small models and models from "
+                     "scratch need a\nhigher one), more epochs, or another seed.")
+    return "\n".join(lines)
+
+
+def _medians(metrics: Mapping) -> str:
+    return "  ".join(f"{name} {percent(value['median'])}" for name, value in metrics.items())

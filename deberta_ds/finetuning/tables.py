@@ -1,0 +1,218 @@
+"""Tables of any common kind -> rows, by column names.
+
+What corpus/tables.py reads, and on top of that the layouts of fine-tuning's own:
+    .json                  a SQuAD document, Label Studio's export
+    .conll .txt .bio ...   a token per line (column_files.py); WikiANN's by its lines, also without
+                           an ending; every other ending too where a task file has `columns`
+    a directory            RACE's: a JSON document a file, with an article and its questions
+    DIR/train-*.parquet    several tables, in the order of their names
+    hub:NAME@CONFIG#SPLIT  a data set of the Hub, streamed
+"""
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import read_json
+from deberta_ds.cluster import dist
+from deberta_ds.corpus.inputs import open_stream
+from deberta_ds.corpus.tables import TABLE_KINDS, is_quoted, named, read_each, suffix_of
+from deberta_ds.finetuning.annotations import flat
+from deberta_ds.finetuning.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
+from deberta_ds.finetuning.tasks import TableForm, Task
+from deberta_ds.tokenizer.text import TO_UTF8
+
+HUB_TABLE = "hub:"
+_KINDS = " ".join((*TABLE_KINDS, *COLUMN_SUFFIXES))
+_ENCODING = (", or name its encoding, such as cp1252 (encoding in the task file, --encoding of "
+             "predict.py)")
+_MOST_SHOWN = 10  # rows that cannot be used
+Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
+
+
+def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int = 0,
+               form: TableForm | None = None) -> Iterator[Row]:
+    """Yield the rows of a table; UserError for the first that cannot be read. See `each_row`."""
+    for place, row in each_row(path, headless, skip_broken, form):
+        if isinstance(row, UserError):
+            raise row
+        yield place, row
+
+
+def each_row(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int = 0,
+             form: TableForm | None = None) -> Iterator[tuple[str, dict[str, Any] | UserError]]:
+    """Yield (file and line, row) of a table, told apart by its ending; a row that cannot be read is
+    its UserError. `form`: what a task file says of its tables.
+
+    `headless` are the columns of a .tsv without a header; up to `skip_broken` of its rows may have
+    too few columns and are left out.
+    """
+    form = form or TableForm()
+    name, path = str(path), Path(path)
+    if name.startswith(HUB_TABLE):
+        yield from _hub_rows(name)
+    elif glob.has_magic(name) and not path.exists():
+        for file in files_like(name):
+            yield from each_row(file, headless, skip_broken, form)
+    elif path.is_dir():
+        yield from _race(path)
+    elif not path.is_file():
+        raise UserError(f"{path}: no such file")
+    else:
+        try:
+            yield from _file_rows(path, headless, skip_broken, form)
+        except UserError as error:
+            raise _with_encoding(error) from None
+
+
+def files_like(pattern: str) -> list[str]:
+    """Return the files that a pattern such as DIR/train-*.parquet names, in order."""
+    if files := sorted(glob.glob(pattern)):
+        return files
+    raise UserError(f"{pattern}: no file is called so")
+
+
+def _with_encoding(error: UserError) -> UserError:
+    text = str(error)
+    return UserError(text + _ENCODING) if text.endswith(TO_UTF8) else error
+
+
+def _hub_rows(name: str) -> Iterator[Row]:
+    stream = open_stream(name)
+    classes = {column: names for column, feature in (stream.features or {}).items()
+               if (names := getattr(getattr(feature, "feature", feature), "names", None))}
+    for number, row in enumerate(stream, start=1):
+        place = f"{name}:row {number}"
+        yield place, row | {column: named(row[column], names, place)
+                            for column, names in classes.items()}
+
+
+def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: TableForm
+               ) -> Iterator[tuple[str, dict[str, Any] | UserError]]:
+    suffix = suffix_of(path)
+    if suffix not in TABLE_KINDS and (suffix in COLUMN_SUFFIXES or form.columns) or (
+            suffix in (".tsv", ".csv") and form.columns) or (
+            suffix in ("", ".tsv") and is_wikiann(str(path), form.encoding)):
+        yield from read_sentences(str(path), form.columns, form.encoding)
+        return
+    if suffix == "":
+        raise UserError(f"{path}:1: a file without an ending is read as WikiANN's, whose lines are "
+                        "LANGUAGE:TOKEN, a tab, TAG; give it an ending that says what it is, of "
+                        f"{_KINDS}")
+    if suffix not in TABLE_KINDS:
+        raise UserError(f"{path}: unknown kind of table; the ending must be one of {_KINDS}, or the"
+                        " task file name the columns of a file with a word per line: columns = "
+                        "{word = 1, tag = -1}, counted from 1 or from the end")
+    how: dict[str, Any] = {"delimiter": form.delimiter, "encoding": form.encoding}
+    how["quoted"] = is_quoted(path, **how) if form.quoted is None and suffix == ".tsv" and (
+        not headless) else form.quoted
+    for number, (place, row) in enumerate(read_each(path, names=headless, class_names=True, **how)):
+        if isinstance(row, UserError):
+            if skip_broken:
+                skip_broken -= 1
+            else:
+                yield place, _with_encoding(row)
+        elif number == 0 and _is_squad(row):
+            yield from squad_rows(place, row["data"])
+        elif not isinstance(row, dict):
+            yield place, UserError(f"{place}: not a JSON object; write one object a line")
+        else:
+            yield place, flat(row)
+
+
+def _is_squad(value: Any) -> bool:
+    articles = value.get("data") if isinstance(value, dict) else None
+    return (isinstance(articles, list) and bool(articles) and isinstance(articles[0], dict)
+            and "paragraphs" in articles[0])
+
+
+def squad_rows(place: str, articles: list) -> Iterator[Row]:
+    """Yield the questions of a SQuAD document (v1.1 or v2.0) in the form that the Hub has."""
+    where = place
+    try:
+        for a, article in enumerate(articles):
+            for p, paragraph in enumerate(article["paragraphs"]):
+                for q, qa in enumerate(paragraph["qas"]):
+                    where = f"{place.rpartition(':')[0]}: data[{a}].paragraphs[{p}].qas[{q}]"
+                    row = {"id": qa["id"], "title": article.get("title", ""),
+                           "context": paragraph["context"], "question": qa["question"]}
+                    if "answers" in qa:
+                        row["answers"] = list(qa["answers"])
+                    yield where, row
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"after {where}: not a SQuAD document ({type(error).__name__}: {error}); "
+                        "it is {data: [{paragraphs: [{context, qas: [{id, question, answers}]}]}]}"
+                        ) from error
+
+
+def _race(directory: Path) -> Iterator[Row]:
+    """Yield the questions of RACE's documents in a directory, in the form that the Hub has."""
+    documents = sorted(file for file in directory.rglob("*.txt") if file.is_file())
+    if not documents:
+        raise UserError(f"{directory}: a directory is read as RACE's, and there is no document "
+                        "(.txt) in it; name a table, or RACE/train, RACE/dev, RACE/test")
+    for path in documents:
+        value = read_json(path)
+        try:
+            questions, options, name = value["questions"], value["options"], value["id"]
+            answers = value.get("answers", [None] * len(questions))
+            asked = list(zip(questions, options, answers, strict=True))
+            article = value["article"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: not a RACE document ({type(error).__name__}: {error}); it is "
+                            "{article, questions: [...], options: [[...]], answers: [...], id}"
+                            ) from error
+        for number, (question, choices, answer) in enumerate(asked):
+            row = {"example_id": name, "article": article, "question": question,
+                   "options": choices}
+            yield f"{path}, question {number}", row | ({"answer": answer} if answer else {})
+
+
+class Faults:
+    """What is wrong with rows that cannot be used, by their place: all are named at once.
+
+    Up to `most` may be left out. `file` lists all.
+    """
+
+    def __init__(self, most: int = 0, file: Path | None = None):
+        self.most, self.file = most, file
+        self.errors: dict[str, str] = {}
+        self.needed = 0  # tokens of the longest that is too long
+
+    def add(self, place: str, error: UserError) -> None:
+        """Count a row."""
+        self.errors.setdefault(place, str(error))
+        self.needed = max(self.needed, getattr(error, "needed", 0))
+
+    def fit(self, task: Task, option: str) -> str:
+        """Return what can be done about texts that are too long; "" if there are none."""
+        cut = f", or {option}truncation=longest_first" if task.is_cut else ""
+        return f"Set {option}max_length={self.needed}{cut}" if self.needed else ""
+
+    def check(self, total: int, remedy: str = "") -> str:
+        """Return what is said of them, "" for none; UserError if they are too many.
+
+        `total`: rows that were read. `remedy`: another one than to leave them out.
+        """
+        lines = [error.partition("\n")[0] for error in self.errors.values()]
+        if self.file and dist.is_main():
+            self.file.unlink(missing_ok=True)  # of another run
+        if not lines:
+            return ""
+        remedy = f". {remedy}" if remedy else ""
+        if len(lines) == 1 and not self.most:
+            raise UserError(lines[0] + remedy if remedy else next(iter(self.errors.values())))
+        text = f"{len(lines):,} of {total:,} rows cannot be used:\n  " + "\n  ".join(
+            lines[:_MOST_SHOWN])
+        if self.file:
+            if dist.is_main():
+                write_atomic(self.file, "\n".join(lines) + "\n")
+            text += f"\n  (all in {self.file})"
+        if len(lines) <= self.most:
+            return text
+        _, _, form = next(iter(self.errors.values())).partition("\n")
+        raise UserError(f"{text}\n  Correct them, or leave out up to N rows with --max_bad N"
+                        f"{remedy}\n{form}".rstrip())

@@ -1,0 +1,284 @@
+"""The tasks of SuperGLUE, GLUE and SQuAD, one row each; a user's own tasks have the same form.
+
+Label order, JSON values and submission values were checked against two independent releases of
+jiant (jiant/evaluate.py SUPERGLUE_NAME_MAP; jiant/scripts/benchmarks/benchmarks.py) and the
+official files; the label order of the NLI tasks is the one of microsoft/DeBERTa
+(apps/tasks/superglue_tasks.py, glue_tasks.py), so an MNLI head fits CB row by row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
+from functools import partial
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.options import STRICT, nearest
+
+Layout = Literal["texts", "choices", "tags", "answers", "copa", "multirc", "record", "wic", "wsc"]
+HeadKind = Literal["classify", "multilabel", "regress", "choice", "tags", "answer", "words",
+                   "spans", "mentions"]
+
+
+TEST = "test/"  # before the names of an own task's test tables, in `files`
+
+
+class NoSplitError(UserError):
+    """A split of a task is not where its files are looked for."""
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class TableForm:
+    """What a task file says of the form of its tables, where it is not found."""
+
+    columns: Mapping[str, int] = field(default_factory=dict)  # word, tag: from 1, or from the end
+    encoding: str = ""
+    delimiter: str = ""
+    quoted: bool | None = None
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class Task:
+    """What is particular to one task; everything else is shared code."""
+
+    name: str
+    head: HeadKind  # what sits on the encoder (heads.py)
+    layout: Layout = "texts"  # how one line becomes examples (layouts.py)
+    labels: tuple[str, ...]  # names by class index; saved with every head
+    values: tuple[bool | int | str, ...] = ()  # the labels as the data files write them
+    submitted: tuple[int | str, ...] = ()  # the labels as the leaderboard wants them
+    # Text fields in model order. The first is the one that may be cut; of answers the second, the
+    # one they lie in, is read in windows.
+    texts: tuple[str, ...]
+    choices: tuple[str, ...] = ()  # fields with an answer each, or one field with a list of them
+    no_answer: bool = False  # of answers: some questions have none
+    language: str = ""  # of answers: whose rule compares them; empty: by the text (answer_texts.py)
+    metrics: tuple[str, ...]  # the task score is their mean
+    counts: tuple[tuple[str, int], ...] = ()  # split -> predictions to make, in the official files
+    line: str = ""  # one line in the expected format, for error messages
+    files: Mapping[str, str] = field(default_factory=dict)  # split -> table under TASK/
+    also_at: tuple[str, ...] = ()  # of a task of one table: where else it may lie under the data
+    # Field -> the table's column; "group" is the one by whose values scores are parted.
+    columns: Mapping[str, str] = field(default_factory=dict)
+    headless: tuple[str, ...] = ()  # the columns of labelled tables that have no header line
+    may_be_blank: bool = False  # a text may be empty where another one is not
+    broken_rows: int = 0  # rows with too few columns that the official tables are known to have
+    hub: str = ""  # name of the configuration in the Hub's repository
+    hub_repository: str = "aps/super_glue"
+    hub_splits: Mapping[str, str] = field(default_factory=dict)  # where they are not the usual
+    hub_labels: tuple[str, ...] = ()  # names by the Hub's class numbers, where they differ
+    predicted_by: str | None = None  # a diagnostic set: the task whose model predicts it
+    val_share: float = 0.0  # of train, to evaluate on where there is no val table
+    settings: Mapping[str, Any] = field(default_factory=dict)  # where Settings' defaults do not fit
+    # Of a user's own: how its tables are written.
+    form: TableForm = field(default_factory=TableForm)
+    decimal: str = "."  # the mark in the numbers of a regression
+    separator: str = ","  # between the names of several labels in a text
+    vectors: bool = False  # several labels are written as 0 or 1 for each
+    label_columns: tuple[str, ...] = ()  # one column of 0 and 1 for each label
+    ignore_labels: tuple[str, ...] = ()  # rows with these are left out
+    first_answer: int = 0  # the number of the first answer of a choice
+    spaces: bool = True  # of tags: False where the words hold the spaces between them themselves
+    # Of tags, what a row has: a list of words, words with spaces between, or a text and entities.
+    words: Literal["list", "text", "raw"] = "list"
+
+    @property
+    def long_text(self) -> int:
+        """Which of the texts may be cut or read in windows: a passage that many examples share."""
+        return 1 if self.layout == "answers" else 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether texts that are too long are cut: not read in windows, nor needed whole."""
+        return self.layout in ("texts", "choices", "copa")
+
+    def count(self, split: str) -> int | None:
+        """Return how many predictions the official `split` asks for, None if there is none."""
+        return dict(self.counts).get(split)
+
+
+def _splits(train: int, val: int, test: int) -> tuple[tuple[str, int], ...]:
+    return (("train", train), ("val", val), ("test", test))
+
+
+_BOOL = (False, True)
+_NLI = ("contradiction", "neutral", "entailment")
+_RTE = ("not_entailment", "entailment")
+_TSV = {"train": "train.tsv", "val": "dev.tsv", "test": "test.tsv"}
+_SENTENCES = {"premise": "sentence1", "hypothesis": "sentence2"}
+_NUMBERS = ("0", "1")
+
+TASKS: tuple[Task, ...] = (
+    Task(name="BoolQ", layout="texts", head="classify",
+         labels=("false", "true"), values=_BOOL, submitted=("false", "true"),
+         texts=("passage", "question"), metrics=("accuracy",), counts=_splits(9427, 3270, 3245),
+         line='{"question": "...", "passage": "...", "idx": 0, "label": true}', hub="boolq",
+         settings={"epochs": 10, "global_batch_size": 32, "max_length": 320}),
+    Task(name="CB", layout="texts", head="classify", labels=_NLI, values=_NLI, submitted=_NLI,
+         texts=("premise", "hypothesis"), metrics=("macro_f1", "accuracy"),
+         counts=_splits(250, 56, 250),
+         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="cb",
+         hub_labels=("entailment", "contradiction", "neutral"),
+         settings={"epochs": 40, "max_length": 320}),
+    Task(name="COPA", layout="copa", head="choice",
+         labels=("choice1", "choice2"), values=(0, 1), submitted=(0, 1),
+         texts=("premise", "choice1", "choice2", "question"), metrics=("accuracy",),
+         counts=_splits(400, 100, 500),
+         line='{"premise": "...", "choice1": "...", "choice2": "...", "question": "cause", '
+         '"label": 0, "idx": 0}',
+         hub="copa",
+         settings={"epochs": 40, "max_length": 128, "learning_rate": 1e-5}),
+    Task(name="MultiRC", layout="multirc", head="classify",
+         labels=("0", "1"), values=(0, 1), submitted=(0, 1),
+         texts=("passage",), metrics=("f1a", "em"), counts=_splits(27243, 4848, 9693),
+         line='{"idx": 0, "version": 1.1, "passage": {"text": "...", "questions": [{"question": '
+         '"...", "idx": 0, "answers": [{"text": "...", "idx": 0, "label": 1}]}]}}',
+         hub="multirc",
+         settings={"epochs": 6, "global_batch_size": 32, "max_length": 512}),
+    Task(name="ReCoRD", layout="record", head="mentions",
+         labels=("mention",), values=(), submitted=(),
+         texts=("passage",), metrics=("f1", "em"), counts=_splits(100730, 10000, 10000),
+         line='{"source": "CNN", "passage": {"text": "...", "entities": [{"start": 0, "end": 4}]}, '
+         '"qas": [{"query": "... @placeholder ...", "idx": 0, "answers": [{"start": 0, "end": 4, '
+         '"text": "..."}]}], "idx": 0}',
+         hub="record",
+         settings={"epochs": 3, "global_batch_size": 64, "max_length": 512, "window_overlap": 256}),
+    Task(name="RTE", layout="texts", head="classify",
+         labels=_RTE, values=_RTE, submitted=_RTE,
+         texts=("premise", "hypothesis"), metrics=("accuracy",), counts=_splits(2490, 277, 3000),
+         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="rte",
+         hub_labels=("entailment", "not_entailment"),
+         files=_TSV, columns=_SENTENCES,  # GLUE's RTE is the same task, as tables
+         settings={"epochs": 10, "global_batch_size": 32, "max_length": 320}),
+    Task(name="WiC", layout="wic", head="words",
+         labels=("false", "true"), values=_BOOL, submitted=("false", "true"),
+         texts=("word", "sentence1", "sentence2"), metrics=("accuracy",),
+         counts=_splits(5428, 638, 1400),
+         line='{"word": "...", "sentence1": "...", "sentence2": "...", "idx": 0, "label": false, '
+         '"start1": 0, "end1": 5, "start2": 0, "end2": 5, "version": 1.1}',
+         hub="wic",
+         settings={"epochs": 12, "global_batch_size": 32, "max_length": 128}),
+    Task(name="WSC", layout="wsc", head="spans",
+         labels=("False", "True"), values=_BOOL, submitted=("False", "True"),
+         texts=("text",), metrics=("accuracy",), counts=_splits(554, 104, 146),
+         line='{"text": "...", "target": {"span1_index": 0, "span1_text": "Mark", "span2_index": '
+         '13, "span2_text": "He"}, "idx": 0, "label": false}',
+         hub="wsc",
+         settings={"epochs": 50, "max_length": 256, "learning_rate": 1e-5}),
+    Task(name="AX-b", layout="texts", head="classify", labels=_RTE, values=_RTE, submitted=_RTE,
+         texts=("sentence1", "sentence2"), metrics=("matthews",), counts=(("test", 1104),),
+         line='{"idx": "0", "label": "entailment", "sentence1": "...", "sentence2": "..."}',
+         hub="axb", hub_labels=("entailment", "not_entailment"), predicted_by="RTE"),
+    Task(name="AX-g", layout="texts", head="classify",
+         labels=_RTE, values=_RTE, submitted=_RTE,
+         texts=("premise", "hypothesis"), metrics=("gender_parity", "accuracy"),
+         counts=(("test", 356),),
+         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0, '
+         '"pair_id": 551646}',
+         hub="axg",
+         hub_labels=("entailment", "not_entailment"), predicted_by="RTE"),
+)
+
+# Table columns: huggingface/datasets datasets/glue/glue.py, which reads the official files; counts:
+# the same files (QQP: its train table has rows that are cut off, which that reader drops, too).
+# Settings: of base in microsoft/DeBERTa experiments/glue/{cola,sst2,mrpc,stsb,qqp,qnli}.sh.
+_OFFICIAL = {"epochs": 6, "global_batch_size": 32, "learning_rate": 2e-5, "warmup_steps": 100,
+             "head_dropout": 0.15, "max_length": 128}
+_glue = partial(Task, head="classify", files=_TSV, hub_repository="nyu-mll/glue")
+_GLUE_ONLY: tuple[Task, ...] = (
+    _glue(name="CoLA", labels=("unacceptable", "acceptable"), values=_NUMBERS, submitted=(0, 1),
+          texts=("sentence",), metrics=("matthews",), counts=_splits(8551, 1043, 1063),
+          headless=("source", "label", "mark", "sentence"), hub="cola",
+          settings=_OFFICIAL | {"max_length": 64}),
+    _glue(name="SST-2", labels=("negative", "positive"), values=_NUMBERS, submitted=(0, 1),
+          texts=("sentence",), metrics=("accuracy",), counts=_splits(67349, 872, 1821), hub="sst2",
+          settings=_OFFICIAL | {"warmup_steps": 500}),
+    _glue(name="MRPC", labels=("not_equivalent", "equivalent"), values=_NUMBERS, submitted=(0, 1),
+          texts=("sentence1", "sentence2"), metrics=("binary_f1", "accuracy"),
+          counts=_splits(3668, 408, 1725),
+          columns={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
+          hub="mrpc", settings=_OFFICIAL | {"warmup_steps": 50}),
+    _glue(name="STS-B", head="regress", labels=("score",), texts=("sentence1", "sentence2"),
+          metrics=("pearson", "spearman"), counts=_splits(5749, 1500, 1379),
+          columns={"label": "score"}, hub="stsb", settings=_OFFICIAL),
+    _glue(name="QQP", labels=("not_duplicate", "duplicate"), values=_NUMBERS, submitted=(0, 1),
+          texts=("question1", "question2"), metrics=("binary_f1", "accuracy"),
+          counts=_splits(363846, 40430, 390965), columns={"label": "is_duplicate"}, broken_rows=3,
+          may_be_blank=True, hub="qqp",
+          settings=_OFFICIAL | {"epochs": 8, "global_batch_size": 64, "warmup_steps": 500,
+                                "max_length": 320}),
+    _glue(name="MNLI", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
+          metrics=("accuracy",), counts=_splits(392702, 9815, 9796),
+          line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}',
+          files={"train": "train.tsv", "val": "dev_matched.tsv", "test": "test_matched.tsv"},
+          columns=_SENTENCES | {"label": "gold_label"}, hub="mnli",
+          hub_splits={"val": "validation_matched", "test": "test_matched"},
+          hub_labels=("entailment", "neutral", "contradiction"),
+          settings={"epochs": 3, "global_batch_size": 64, "max_length": 256}),
+    _glue(name="QNLI", labels=_RTE, submitted=_RTE, texts=("question", "sentence"),
+          metrics=("accuracy",), counts=_splits(104743, 5463, 5463), hub="qnli",
+          hub_labels=("entailment", "not_entailment"),
+          settings=_OFFICIAL | {"epochs": 4, "warmup_steps": 500, "max_length": 512,
+                                "truncation": "longest_first"}),
+    _glue(name="WNLI", labels=_RTE, values=_NUMBERS, submitted=(0, 1),
+          texts=("sentence1", "sentence2"), metrics=("accuracy",), counts=_splits(635, 71, 146),
+          hub="wnli", settings={"global_batch_size": 32}),
+    _glue(name="MNLI-mm", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
+          metrics=("accuracy",), counts=(("val", 9832), ("test", 9847)),
+          files={"val": "../MNLI/dev_mismatched.tsv", "test": "../MNLI/test_mismatched.tsv"},
+          columns=_SENTENCES | {"label": "gold_label"}, hub="mnli",
+          hub_splits={"val": "validation_mismatched", "test": "test_mismatched"},
+          hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI"),
+    _glue(name="AX", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
+          metrics=("matthews_multi",), counts=(("test", 1104),), files={"test": "AX.tsv"},
+          also_at=("AX.tsv", "diagnostic/diagnostic.tsv"), columns=_SENTENCES, hub="ax",
+          hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI"),
+)
+
+# The official JSON files (rajpurkar.github.io/SQuAD-explorer). microsoft/DeBERTa has no script for
+# them; settings: the middle of the DeBERTa paper's grid for base models (table 10).
+_SQUAD = Task(
+    name="SQuAD-v1.1", head="answer", layout="answers", labels=("start", "end"),
+    texts=("question", "context"), metrics=("f1", "em"),
+    counts=(("train", 87599), ("val", 10570)), columns={"label": "answers"},
+    line='{"id": "...", "question": "...", "context": "...", '
+    '"answers": {"text": ["..."], "answer_start": [0]}}',
+    files={"train": "train-v1.1.json", "val": "dev-v1.1.json"}, hub="plain_text",
+    hub_repository="rajpurkar/squad",
+    settings={"epochs": 3, "global_batch_size": 32, "learning_rate": 2e-5, "warmup_steps": 500,
+              "max_length": 384, "window_overlap": 128})
+SQUAD: tuple[Task, ...] = (_SQUAD, replace(
+    _SQUAD, name="SQuAD-v2.0", no_answer=True, metrics=("f1_v2", "em_v2"),
+    counts=(("train", 130319), ("val", 11873)), hub="squad_v2",
+    files={"train": "train-v2.0.json", "val": "dev-v2.0.json"},
+    hub_repository="rajpurkar/squad_v2"))
+
+GLUE = (*_GLUE_ONLY[:-2], next(task for task in TASKS if task.name == "RTE"), *_GLUE_ONLY[-2:])
+SUITES = {"SuperGLUE": TASKS, "GLUE": GLUE}
+ALL_TASKS = (*TASKS, *_GLUE_ONLY, *SQUAD)
+TASK_NAMES = tuple(task.name for task in ALL_TASKS)
+
+
+def task_named(name: str) -> Task:
+    """Return the task called `name`, in any case; raise UserError for an unknown one."""
+    for task in ALL_TASKS:
+        if task.name.lower() == name.lower():
+            return task
+    raise UserError(f"unknown task {name!r}{nearest(name, TASK_NAMES)}; "
+                    f"the tasks are {', '.join(TASK_NAMES)}")
+
+
+def suite_of(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return (name, main tasks) of the suite that most of the tasks belong to; none: themselves."""
+    mains = {title: tuple(task.name for task in tasks if task.predicted_by is None)
+             for title, tasks in SUITES.items()}
+    title = max(mains, key=lambda title: len(set(mains[title]) & set(names)))
+    if not set(mains[title]) & set(names):
+        return "own tasks", tuple(names)
+    return title, mains[title]
+
+
+def diagnostics_of(name: str) -> tuple[Task, ...]:
+    """Return the diagnostic sets that the model of task `name` predicts (RTE: AX-b and AX-g)."""
+    return tuple(task for task in ALL_TASKS if task.predicted_by == name)

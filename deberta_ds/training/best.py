@@ -1,0 +1,108 @@
+"""Best checkpoint by a validation metric, and early stopping by patience."""
+
+import itertools
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import xxhash
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.checkpoint.find import BEST
+from deberta_ds.cluster import dist
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.data.batch import Row
+from deberta_ds.evaluate.held_out import Pairs
+from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, own_metrics
+from deberta_ds.objectives.build import objective_of
+
+
+@dataclass
+class Best:
+    """What `train.best_metric` has come to; a part of every checkpoint's run.json."""
+
+    score: str  # a metric's key; empty: none is looked at
+    scored: str = field(kw_only=True)  # checksum of what it is a score of
+    value: float | None = None
+    step: int = 0
+    without: int = 0  # evaluations since then, none of them better
+
+    def accept(self, metric: Metric, step: int, value: float | None) -> bool:
+        """Take note of an evaluation; return whether it is the best one so far."""
+        if value is not None and math.isfinite(value) and (
+                self.value is None or metric.is_better(value, self.value)):
+            self.value, self.step, self.without = value, step, 0
+            return True
+        self.without += 1
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.score} = {self.value:.6g} at step {self.step:,}" if self.value is not None \
+            else f"{self.score} was never measured"
+
+
+def what_is_scored(run: RunConfig, held_out: dict[str, list[Row]], pairs: Pairs) -> str:
+    """Return a checksum of what train.best_metric is a score of, wherever its files lie."""
+    digest = xxhash.xxh3_128()
+    if run.train.best_metric == MINIMAL_PAIRS.key:
+        digest.update(json.dumps(pairs).encode())
+    else:
+        for row in itertools.chain.from_iterable(held_out.values()):
+            digest.update(row.input_ids.tobytes() + row.labels.tobytes())
+    return digest.hexdigest()
+
+
+def continued(run: RunConfig, saved: dict, scored: str) -> tuple[Best, str]:
+    """Return the `saved` best of a checkpoint and "", or a new one where it is of another score.
+
+    Also of the same score of other rows than now, `scored`, whose value would never be reached, or
+    always; that is worth a line of the log.
+    """
+    new = Best(run.train.best_metric, scored=scored)
+    if not saved or saved["score"] != run.train.best_metric:
+        return new, ""
+    best = Best(**saved)
+    if best.value is None or best.scored == scored:
+        return replace(best, scored=scored), ""
+    return new, ("WARNING: the held-out sequences of train.best_metric have changed: the best so "
+                 f"far, {best}, is discarded")
+
+
+def metric_of(run: RunConfig) -> Metric | None:
+    """Return the metric that `train.best_metric` names, None if it is no score of this run."""
+    key, _, corpus = run.train.best_metric.partition("/")  # of one of several held-out corpora
+    corpora = run.data.heldout_corpora
+    if corpus and (len(corpora) < 2 or corpus not in corpora):
+        return None
+    of_all = [MINIMAL_PAIRS] if run.evaluate.minimal_pairs and not corpus else []
+    metrics = [*objective_of(run).METRICS, *own_metrics(run.evaluate.metrics), *of_all]
+    return next((metric for metric in metrics if metric.key == key), None)
+
+
+def problems(run: RunConfig) -> list[str]:
+    """Return what is wrong with [train] best and patience of a run."""
+    train = run.train
+    if not train.best_metric:
+        return ["train.patience counts evaluations without a better train.best_metric; name a "
+                "score there"] if train.patience else []
+    found = []
+    if not run.data.heldout:
+        found.append(f"train.best_metric = {train.best_metric!r}: needs evaluations, and without "
+                     "data.heldout there are none; set data.heldout, or leave train.best_metric "
+                     "out")
+    if metric_of(run) is None:
+        known = [metric.key for metric in
+                 (*objective_of(run).METRICS, *own_metrics(run.evaluate.metrics))]
+        found.append(f"train.best_metric = {train.best_metric!r}: is not a score of this run; use "
+                     f"one of {', '.join(known)} (of one of several corpora as roc_auc/NAME), or "
+                     "minimal_pairs with evaluate.minimal_pairs")
+    return found
+
+
+def check_link(run: RunConfig) -> None:
+    """Raise UserError if OUT/best is something else than our link; rank 0 alone looks."""
+    link = Path(run.out_dir) / BEST
+    if run.train.best_metric and dist.is_main() and link.exists() and not link.is_symlink():
+        raise UserError(f"train.best_metric: {link} is in the way of the link to the best "
+                        "checkpoint; rename it")

@@ -1,0 +1,220 @@
+"""The pretraining loop: resume, step, log, evaluate, save, stop.
+
+The state of a run is its step: the learning rate, the sequences, their masks, the samples of the
+generator and the dropout masks are functions of it, so a checkpoint holds neither the state of a
+random number generator nor a data iterator.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from deberta_ds.base.errors import EXIT_REQUEUE, UserError
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.save import point_best
+from deberta_ds.cluster import dist, lock, signals
+from deberta_ds.cluster.watchdog import Watchdog
+from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig
+from deberta_ds.engine import engine
+from deberta_ds.engine.optim import learning_rate
+from deberta_ds.evaluate.held_out import evaluate, score_minimal_pairs
+from deberta_ds.objectives.build import objective_of
+from deberta_ds.training import best
+from deberta_ds.training.bad_steps import BadSteps
+from deberta_ds.training.journal import Journal
+from deberta_ds.training.saver import Saver
+from deberta_ds.training.setup import batches_of, kernels_of
+from deberta_ds.training.start import Started, start
+from deberta_ds.training.step import BadStepError, StepResult, train_step
+
+
+def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
+             origins: dict[str, str], callbacks: Sequence[Callable[[dict], None]] = ()) -> int:
+    """Train `run` from its newest checkpoint (or step 0) to its end; call on every rank.
+
+    Each of `callbacks` gets every train and eval record, on rank 0.
+    Returns the exit code: 0, or EXIT_REQUEUE if a signal asked to stop.
+    """
+    stop_request = signals.listen()
+    watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds)
+    with watchdog.watch(), start(run, ds_values, resume=resume, place=place, origins=origins,
+                                 watchdog=watchdog, callbacks=callbacks) as started:
+        stopped = _train(run, started, stop_request, watchdog)
+    if stopped and dist.is_main():
+        signals.record(EXIT_REQUEUE)
+    return EXIT_REQUEUE if stopped else 0
+
+
+def _train(run: RunConfig, started: Started, stop_request: signals.StopRequest,
+           watchdog: Watchdog) -> bool:
+    """Train; return whether a signal stopped the run before its end."""
+    trainer = Trainer(run, started, stop_request, watchdog)
+    event, detail = ("resume", f"from {started.found.path}") if started.record else (
+        "start", "from step 0")
+    trainer.journal.event(event, detail, lost_seconds=started.lost_now, kernels=kernels_of(
+        run, started.inputs.ds), world_size=dist.world_size())
+    try:
+        with _profiled(run) as trainer.after_step:
+            stopped = trainer.run_to_end()
+    except UserError as error:
+        if isinstance(error, BadStepError):  # on every rank
+            with trainer.meters.during("saves"):
+                trainer.finish_save(wait=True)
+        trainer.journal.event("fail", str(error))
+        raise
+    with watchdog.patience():  # rank 0's trackers may take minutes
+        dist.together(started.log.close)
+    return stopped
+
+
+@contextmanager
+def _profiled(run: RunConfig) -> Iterator[Callable[[], None]]:
+    """Yield what is called after each step, and record train.profile_steps steps on the way."""
+    if not run.train.profile_steps or dist.rank() not in run.train.profile_ranks:
+        yield lambda: None
+        return
+    traces = Path(run.out_dir) / "traces"
+    traces.mkdir(exist_ok=True)
+    plan = torch.profiler.schedule(wait=PROFILE_AFTER - 1, warmup=1, repeat=1,
+                                   active=run.train.profile_steps)
+    file = traces / f"start-{time.strftime('%Y%m%d-%H%M%S')}-rank-{dist.rank()}.json.gz"
+    with torch.profiler.profile(schedule=plan, on_trace_ready=lambda recorded:
+                                recorded.export_chrome_trace(str(file))) as profiler:
+        yield profiler.step
+
+
+class Trainer:
+    """The loop, and what it carries from step to step."""
+
+    def __init__(self, run: RunConfig, started: Started, stop_request: signals.StopRequest,
+                 watchdog: Watchdog):
+        record = started.record
+        self.run, self.inputs, self.engine = run, started.inputs, started.engine
+        self.log, self.stop_request = started.log, stop_request
+        self.objective = objective_of(run)
+        self.journal = Journal(run, started, watchdog)
+        self.meters = self.journal.meters
+        self.bad_steps = BadSteps(run, self.engine, record.recent_losses if record else [])
+        self.best, note = best.continued(run, record.best if record else {}, best.what_is_scored(
+            run, self.inputs.held_out, self.inputs.pairs[0]))
+        if note:
+            self.log.info(note)
+        if self.best.value is not None and dist.is_main():  # a kill may have come between
+            point_best(find.path_of(run.out_dir, self.best.step))
+        self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files)
+        stop_request.resumes_from = f"step {self.journal.step:,}"
+        self.after_step: Callable[[], None] = lambda: None
+        watchdog.start_at(self.journal.step)
+
+    def run_to_end(self) -> bool:
+        """Train to the last step or train.stop_after; return whether a signal stopped it."""
+        run, train, journal = self.run, self.run.train, self.journal
+        end = min(train.steps, train.stop_after or train.steps)
+        batches = batches_of(run, self.inputs, start=journal.step, end=end)
+        self.meters.speed.start()
+        while journal.step < end and not self._is_past_its_best():
+            # ---------------------------------------------------------------- single training step
+            rate = learning_rate(run.optim, journal.step, train.steps)
+            engine.set_learning_rate(self.engine, rate)
+            with self.meters.work.loading():
+                progress = journal.step / max(1, train.steps - 1)
+                micro = [replace(batch, run_fraction=progress) for batch in next(batches)]
+            result = train_step(self.engine, micro, step=journal.step, seed=train.seed,
+                                ceiling=self.bad_steps.spikes.ceiling(),
+                                request=bool(self.stop_request or self.log.problem),
+                                raise_if_bad=train.on_spike == "stop", meter=self.meters.work)
+            journal.step += 1
+            self.after_step()
+            self._account(result)
+            self.meters.watchdog.beat(journal.step)
+            # -------------------------------------------------------------------------------------
+            step, is_best, ends = journal.step, False, journal.step == end or result.request
+            if step % train.log_every == 0 or step == end:
+                journal.train_line(rate)
+            if step % train.eval_every == 0 or step == train.steps:
+                is_best = self._evaluate()
+                ends |= self._is_past_its_best()
+                if not ends:  # the end says it, too
+                    journal.say_where_time_goes()
+            self.finish_save(wait=False)
+            if self.saver.is_due(step) or is_best or ends:
+                self._save(is_best)
+            if ends:
+                with self.meters.during("saves"):
+                    self.finish_save(wait=True)
+                dist.together(self.log.check)
+                journal.say_where_time_goes()
+            if result.request and step < end:
+                why = self.stop_request.reason or "another rank"
+                journal.end("stop", f"asked to by {why}; saved, exit code {EXIT_REQUEUE}: the same "
+                            "command goes on from here")
+                return True
+        self._say_the_end(end)
+        return False
+
+    def _say_the_end(self, end: int) -> None:
+        train = self.run.train
+        if self.best.value is not None:
+            self.log.info(f"best: {self.best}, kept as {self.run.out_dir}/{find.BEST}")
+        if self._is_past_its_best():
+            self.journal.end("end", f"{train.patience} evaluations without a better score: "
+                             f"{self.best}")
+        elif end < train.steps:
+            self.journal.end("stop", f"train.stop_after = {end}; leave it out to go on")
+        else:
+            self.journal.end("end", "all steps done")
+
+    def _is_past_its_best(self) -> bool:
+        """Return whether train.patience says that the run ends here."""
+        return 0 < self.run.train.patience <= self.best.without
+
+    def _account(self, result: StepResult) -> None:
+        """Count a good step; skip a bad one as train.on_spike says."""
+        if result.problem:
+            with self.meters.during("saves"):
+                if self.run.train.on_spike == "rollback":
+                    self.finish_save(wait=True)
+                event, detail, place = self.bad_steps.skip(self.journal.step, result.problem)
+            self.journal.event(event, detail, **place)
+            return
+        if not result.updated:
+            self.journal.event("overflow", "fp16 gradient overflow: update skipped, the loss scale "
+                               "(one for both networks) was lowered",
+                               loss_scale=float(self.engine.optimizer.loss_scale))
+        self.bad_steps.accept(result.loss)
+        self.journal.count(result)
+
+    def _evaluate(self) -> bool:
+        """Score the held-out rows; return whether train.best_metric has not been better before."""
+        run, inputs, device = self.run, self.inputs, self.engine.device
+        if not inputs.held_out:
+            return False
+        with self.meters.during("evaluations"):
+            scores = evaluate(self.engine, self.objective, device, inputs.held_out,
+                              run.train.micro_batch_size, run.evaluate.metrics)
+            if inputs.pairs[0]:
+                scores |= score_minimal_pairs(self.engine, self.objective, device, *inputs.pairs,
+                                              inputs.tokenizer)
+        self.journal.scores(scores)
+        metric = best.metric_of(run)
+        return metric is not None and self.best.accept(
+            metric, self.journal.step, scores.get(run.train.best_metric))
+
+    def _save(self, is_best: bool) -> None:
+        record = self.journal.run_record(self.bad_steps, self.best)
+        with self.meters.during("saves"):
+            self.finish_save(wait=True)
+            dist.on_main(lambda: lock.check(self.run.out_dir))
+            self.saver.begin(record, is_best)
+            self.finish_save(wait=not self.run.train.save_in_background)
+
+    def finish_save(self, *, wait: bool) -> None:
+        """Make the checkpoint whole that is being written, if all ranks are done with it."""
+        path = self.saver.finish(wait=wait)
+        if path:
+            self.stop_request.resumes_from = f"step {find.step_of(path):,}"
+            self.journal.event("save", str(path))

@@ -1,0 +1,99 @@
+"""Start a run: join the process group, lock out_dir, open the inputs, build the engine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.save import set_aside
+from deberta_ds.cluster import dist, lock
+from deberta_ds.cluster.watchdog import Watchdog
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.engine import engine
+from deberta_ds.engine.state import check_restorable
+from deberta_ds.objectives.base import MINIMAL_PAIRS, own_metrics
+from deberta_ds.objectives.build import objective_of
+from deberta_ds.release.initialize import initial_tensors
+from deberta_ds.tracking import trackers
+from deberta_ds.tracking.log import RunLog
+from deberta_ds.training.check import changed_values
+from deberta_ds.training.meters import lost_seconds
+from deberta_ds.training.setup import Inputs, describe, join_group, open_run, write_config
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run that is ready for its next step."""
+
+    found: find.Found
+    record: RunRecord | None  # run.json of the checkpoint that was loaded; None at step 0
+    inputs: Inputs
+    log: RunLog
+    engine: Any  # DeepSpeed's, which has no types
+    lost_before: float  # seconds that earlier starts took, and the steps that they lost
+    lost_now: float  # the same of this start
+
+
+@contextmanager
+def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: dict[str, str],
+          watchdog: Watchdog, callbacks: Sequence[Callable[[dict], None]] = ()
+          ) -> Iterator[Started]:
+    """Yield a started run, and hold its out_dir until the end; call on every rank.
+
+    Raises UserError, on every rank.
+    """
+    warnings = join_group(run, ds_values, place)
+    with lock.held(run.out_dir):
+        watchdog.join()
+        found, record, inputs = open_run(run, ds_values, place, resume)
+        log = dist.together(lambda: RunLog(
+            run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS,
+                                                  *own_metrics(run.evaluate.metrics)),
+            total_steps=run.train.steps, track=[*trackers.chosen(run.log),
+                                               *map(trackers.callback, callbacks)]))
+        for line in (*describe(run, inputs, origins), *warnings, *found.warnings()):
+            log.info(line)
+        dist.together(lambda: write_config(run, inputs, origins))
+        model_engine = build(run, inputs, record, log.info)
+        if record:
+            _restore(run, inputs, found, record, model_engine, log)
+        before, now = dist.together(lambda: lost_seconds(log.path, record))
+        dist.together(lambda: log.truncate(record.step if record else 0))
+        yield Started(found, record, inputs, log, model_engine, before, now)
+
+
+def build(run: RunConfig, inputs: Inputs, record: RunRecord | None, say: Callable[[str], None]):
+    """Return the engine of a run, with the weights of `[init]` unless it goes on from `record`."""
+    tensors, notes = ({}, []) if record else first_weights(run)
+    for line in notes:
+        say(line)
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
+    check_restorable(model_engine)
+    return model_engine
+
+
+def _restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord,
+             model_engine, log: RunLog) -> None:
+    assert found.path is not None  # where `record` is from
+    find.load(model_engine, found.path)
+    if change := find.layout_changes(record, inputs.ds):
+        log.info(f"resumed in another layout: {change}")
+    for line in changed_values(run, record):
+        log.info(f"changed since the checkpoint: {line}")
+    for line in dist.together(lambda: set_aside(run.out_dir, record.step)
+                              if dist.is_main() else []):
+        log.info(line)
+
+
+def first_weights(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
+    """Return what `[init] from` gives, on rank 0; DeepSpeed hands rank 0's weights to the others.
+
+    A resumed run does not need it.
+    """
+    if not (run.init.source or run.init.generator):
+        return {}, []
+    return dist.together(lambda: initial_tensors(run) if dist.is_main() else ({}, []))

@@ -1,0 +1,243 @@
+"""One optimizer step of pretraining or fine-tuning; no update from a bad step.
+
+The ranks agree on the device, before the last backward pass, whether a step is bad: its loss is
+summed over the ranks, and if it is above the ceiling or not finite, the last micro-batch's loss is
+multiplied by NaN. DeepSpeed 0.19.8 makes no update from a gradient whose norm is not finite, in any
+precision and ZeRO stage (stages 1-3 and the 16-bit wrappers test the norm and clear the gradients;
+only stage 0 in fp32 does not, so that case is tested here, by one more host sync). One collective
+and one host sync a step carry the verdict, the sums that are logged and a request to stop or save.
+Before it the host waits for nothing: numbers go to a GPU as arguments of kernels, because a copy
+would wait for its queue.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from deberta_ds.base.errors import UserError, listed
+from deberta_ds.cluster import dist
+from deberta_ds.training.meters import WorkMeter
+
+Sums = dict[str, Tensor]
+Forward = Callable[[Any], tuple[Tensor, Sums]]  # a micro-batch -> its loss, detached sums
+
+
+class BadStepError(UserError):
+    """A loss or a gradient is not finite, or the loss spiked; the update was not made."""
+
+    on_every_rank = True
+
+
+@dataclass(frozen=True)
+class Training:
+    """What pretraining and fine-tuning do differently in a step.
+
+    `prepare(engine, batches)` returns the forward pass, whose losses add up to the mean over the
+    step once DeepSpeed has averaged them over ranks and micro-batches, and counts over all ranks.
+    `name` says which `rows` of micro-batches are meant; `remedy` is what to do after a bad step.
+    """
+
+    prepare: Callable[[Any, list], tuple[Forward, Sums]]
+    name: Callable[[Sequence[int]], str]
+    remedy: str
+
+
+def mean_over_tokens(engine, batches: list) -> tuple[Forward, Sums]:
+    """Return the forward pass of pretraining, a mean over targets or tokens, and the counts."""
+    counts = count_over_ranks(batches, engine.device)
+    # DeepSpeed averages over ranks and micro-batches; dividing the counts undoes that exactly.
+    num_losses = dist.world_size() * len(batches)
+    normalizers = {name: (count / num_losses).float() for name, count in counts.items()}
+
+    def forward(batch) -> tuple[Tensor, Sums]:
+        loss, sums, _ = engine(batch, normalizers)
+        return loss, sums
+
+    return forward, counts
+
+
+PRETRAINING = Training(
+    mean_over_tokens, lambda rows: f"sequences {rows[0]}..{rows[-1]}",
+    "Resume from the last checkpoint with a lower optim.learning_rate or more warm-up, with "
+    'train.on_spike = "skip" or "rollback", or look at those sequences with data_prep/show.py')
+
+
+def describe_losses(batches: list, totals: Sums, name: Callable = PRETRAINING.name) -> str:
+    """Return each rank's rows and the sum of each net's losses, or the bad ones if any; collective.
+
+    `totals` are this rank's sums by name.
+    """
+    rows = [int(row) for batch in batches for row in batch.rows]
+    mine = {key: float(value) for key, value in totals.items() if key.endswith("loss")}
+    every_rank = dist.gather_objects((rows, mine))
+    bad = [f"rank {rank}: {key} = {value}, {name(rows)}"
+           for rank, (rows, losses) in enumerate(every_rank)
+           for key, value in losses.items() if not math.isfinite(value)]
+    return listed(bad) or name(sorted(row for rows, _ in every_rank for row in rows))
+
+
+def find_bad_gradients(engine, batches: list, run_micro_batch,
+                       name: Callable = PRETRAINING.name) -> str:
+    """Make a step's passes and return which rank, rows and parameters give a bad gradient, or "".
+
+    Only for a run that is about to stop: the engine's gradients are of no use afterwards.
+    `run_micro_batch(micro_step)` makes one forward and returns the loss. Collective.
+    """
+    found: list[tuple[list[int], str]] = []
+    parameters = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+    for micro_step, batch in enumerate(batches):
+        bad: list[str] = []
+
+        def note(gradient: Tensor, parameter: str, bad: list[str] = bad) -> None:
+            if not torch.isfinite(gradient).all():
+                bad.append(parameter)
+
+        hooks = [p.register_hook(lambda g, n=n, note=note: note(g, n)) for n, p in parameters]
+        engine.backward(run_micro_batch(micro_step))
+        for hook in hooks:
+            hook.remove()
+        if bad:
+            found.append(([int(row) for row in batch.rows], bad[0]))
+    return listed([f"rank {rank}: first at {parameter} in backward order, {name(rows)}"
+                   for rank, part in enumerate(dist.gather_objects(found))
+                   for rows, parameter in part])
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Name the block in traces of torch.profiler (train.profile_steps) and of Nsight (NVTX)."""
+    with record_function(name), (
+            torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()):
+        yield
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; equal on all ranks."""
+
+    sums: dict[str, float]  # over all ranks: what the model summed, and the counts
+    loss: float  # the mean that was trained on
+    updated: bool
+    problem: str = ""  # why no update was made, with rows; empty for an fp16 scale overflow
+    request: bool = False  # some rank's
+
+
+def seed_step(seed: int, step: int, micro_step: int, rank: int) -> None:
+    """Make dropout of one micro-batch a function of (seed, step, micro-step, rank)."""
+    text = f"{seed} {step} {micro_step} {rank}".encode()
+    torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little"))
+
+
+def count_over_ranks(batches: list, device: torch.device) -> Sums:
+    """Return {"targets", "tokens"}: fp64 scalars on `device`, over all micro-batches and ranks."""
+    mine = (sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches))
+    counts = dist.sum_over_ranks(torch.stack([_number(count, device) for count in mine]))
+    return {"targets": counts[0], "tokens": counts[1]}
+
+
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def train_step(engine, batches: list, *, step: int, seed: int, training: Training = PRETRAINING,
+               ceiling: float = torch.finfo(torch.float64).max, request: bool = False,
+               raise_if_bad: bool = True, meter: WorkMeter | None = None) -> StepResult:
+    """Make one update from this rank's micro-batches, unless the step is bad.
+
+    Bad: the loss is above `ceiling` or not finite, or the gradient is not finite. Then no update is
+    made, and BadStepError is raised on every rank or, without `raise_if_bad`, `problem` is set.
+    `request` is this rank's, to stop or to save; the result's is that of any rank. `meter` gets the
+    time of the forward passes.
+    """
+    forward, counts = training.prepare(engine, batches)
+    num_losses = dist.world_size() * len(batches)
+    totals: Sums = {}
+    whole_loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+
+    def run_micro_batch(micro_step: int) -> tuple[Tensor, Sums]:
+        seed_step(seed, step, micro_step, dist.rank())
+        with span("forward"), meter.computing() if meter else nullcontext():
+            return forward(batches[micro_step].to(engine.device))
+
+    # A batch that grows has another number of micro-batches now and then; a smaller one is a whole
+    # one to DeepSpeed, which only adds up its samples wrongly.
+    engine.set_train_batch_size(num_losses * engine.train_micro_batch_size_per_gpu())
+    for micro_step in range(len(batches)):
+        engine.set_gradient_accumulation_boundary(micro_step + 1 == len(batches))
+        loss, sums = run_micro_batch(micro_step)
+        whole_loss += loss.detach() / num_losses
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value.double()
+        if micro_step + 1 < len(batches):
+            with span("backward"):
+                engine.backward(loss)
+                engine.step()
+    agreed = torch.stack([whole_loss, _number(float(request), engine.device), *totals.values()])
+    agreed = dist.sum_over_ranks(agreed)
+    good = agreed[0] <= ceiling  # False for NaN
+    with span("backward"):
+        engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
+    agreed = torch.cat([agreed, *(count.view(1) for count in counts.values())])
+    mean_loss, requests, *summed = agreed.tolist()
+    sums = dict(zip([*totals, *counts], summed, strict=True))
+    problem = ""
+    if not mean_loss <= ceiling:
+        problem = _bad_loss(mean_loss, ceiling, sums, describe_losses(batches, totals,
+                                                                      training.name))
+        if raise_if_bad:
+            raise BadStepError(f"step {step + 1}: {problem}; no update was made. "
+                               f"{training.remedy if sums.get('targets', 1) else _UNMASKED}")
+    with span("update"):
+        updated = _update(engine)
+    if not (problem or updated or engine.fp16_enabled() and engine.dynamic_loss_scale()):
+        where = describe_losses(batches, totals, training.name)
+        problem = f"gradient not finite, loss {mean_loss:.6g} ({where})"
+        if raise_if_bad:
+            cause = find_bad_gradients(engine, batches, lambda number: run_micro_batch(number)[0],
+                                       training.name)
+            cause = cause or "not seen again when the step was repeated: suspect the hardware"
+            raise BadStepError(f"step {step + 1}: the gradient is not finite ({cause}); no update "
+                               f"was made. {training.remedy}")
+    return StepResult(sums, mean_loss, updated, problem, requests > 0)
+
+
+def _update(engine) -> bool:
+    """Take the engine's step; return whether the parameters were updated."""
+    if hasattr(engine.optimizer, "overflow"):
+        try:
+            engine.step()
+        except Exception as error:  # DeepSpeed has no class of its own for it
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise BadStepError("the fp16 gradient overflows at the lowest loss scale; train in "
+                               "bf16 or fp32, or lower optim.learning_rate") from None
+        return not bool(engine.optimizer.overflow)
+    # ZeRO-0 in fp32: a plain optimizer, which would apply NaN. All ranks hold the same gradients.
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    finite = bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all())
+    if finite:
+        engine.step()
+    else:  # what the wrappers do; engine.step() cannot clip when there is nothing to clip
+        engine.zero_grad()
+        engine.micro_steps += 1
+        engine.skipped_steps += 1
+    return finite
+
+
+def _bad_loss(loss: float, ceiling: float, sums: dict[str, float], where: str) -> str:
+    if not sums.get("targets", 1):
+        return f"none of its {sums['tokens']:,.0f} tokens is masked ({where})"
+    if not math.isfinite(loss):
+        return f"the loss is {loss:.6g} ({where})"
+    return f"the loss is {loss:.6g}, above the limit of {ceiling:.6g} ({where})"
+
+
+_UNMASKED = ("Raise objective.mask.rate or train.global_batch_size, or look at those sequences "
+             'with data_prep/show.py, or skip them with train.on_spike = "skip"')

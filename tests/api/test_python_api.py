@@ -1,0 +1,122 @@
+"""The Python API: the examples of every docstring run; values agree with references."""
+
+import doctest
+import gzip
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from data_helpers import tiny_tokenizer
+from launching import ROOT, make_run
+from transformers import AutoModel, AutoTokenizer
+
+import deberta_ds
+from deberta_ds.api import jobs, model
+from deberta_ds.base.errors import UserError
+
+TEXTS = ["The quick brown fox.", "A row holds whole pieces of documents; never mind."]
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory, process_group):
+    """Names of the examples: a run that was trained from Python, its export, an own task."""
+    root = tmp_path_factory.mktemp("api")
+    run = make_run(root / "first", two_layers=True, steps="2", eval_every="2", warmup_steps="1",
+                   save_every="2")
+    seen: list = []
+    result = deberta_ds.train(run, callbacks=[seen.append])
+    assert result.finished and [record["kind"] for record in seen] == ["train", "train", "eval"]
+    assert result.metrics.query("kind == 'train'").loss.tolist() == [
+        record["loss"] for record in seen[:2]]
+    assert result.model().tokenizer.size == tiny_tokenizer().size
+    (root / "mood.toml").write_text(
+        'name = "mood"\nkind = "classification"\ntexts = ["text"]\ntrain = "mood.jsonl"\n')
+    (root / "mood.jsonl").write_text("".join(
+        json.dumps({"text": f"A {label} day {n}.", "label": label}) + "\n"
+        for n in range(8) for label in ("good", "bad")))
+    jobs.export(result.checkpoint, root / "hf")
+    tuned = jobs.finetune(root / "mood.toml", root / "hf", root / "tuned",
+                          settings={"epochs": 1, "max_length": 32})
+    again = make_run(root / "second", two_layers=True, warmup_steps="1")
+    return {"MODEL": str(root / "hf"), "RUN": str(again), "TASK": str(root / "mood.toml"),
+            "OUT": str(root / "out"), "FINETUNED": str(tuned.models[0])}
+
+
+class LastLines(doctest.OutputChecker):
+    """What is printed may begin with the log of a run."""
+
+    def check_output(self, want, got, _flags):
+        return got.endswith(want)
+
+
+@pytest.mark.parametrize("module", [model, jobs], ids=["model", "jobs"])
+def test_examples_of_the_docstrings(module, names):
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(LastLines())
+    public = {name: getattr(module, name) for name in ("load", *deberta_ds.__all__)
+              if hasattr(module, name)}
+    for test in finder.find(module, globs=public | names):
+        assert runner.run(test, out=print).failed == 0, test.name
+    assert runner.summarize(verbose=False).attempted >= 4
+
+
+def test_sentence_vectors_are_those_of_transformers(names):
+    ours = deberta_ds.load(names["MODEL"])
+    tokens = AutoTokenizer.from_pretrained(names["MODEL"])(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(names["MODEL"]).eval()(**tokens).last_hidden_state
+    mask = tokens["attention_mask"][..., None]
+    means = (states * mask).sum(1) / mask.sum(1)
+    np.testing.assert_allclose(ours.encode(TEXTS), means, atol=2e-5)
+    np.testing.assert_allclose(ours.encode(TEXTS, batch_size=1, pooling="cls"), states[:, 0],
+                               atol=2e-5)
+    np.testing.assert_array_equal(ours.encode(TEXTS[0]), ours.encode(TEXTS[:1])[0])
+
+
+def test_steps_are_recorded_by_the_profiler(names, tmp_path):
+    deberta_ds.train(names["RUN"], {"train.steps": 8, "train.profile_steps": 2,
+                                    "out_dir": str(tmp_path / "out")})
+    [file] = (tmp_path / "out/traces").glob("*-rank-0.json.gz")
+    found = [event["name"] for event in json.loads(gzip.open(file).read())["traceEvents"]
+             if event.get("cat") == "user_annotation"]
+    assert {name: found.count(name) for name in ("forward", "backward", "update")} == {
+        "forward": 8, "backward": 8, "update": 2}  # four micro-batches a step
+
+
+def test_a_long_text_is_cut_only_if_asked(names):
+    ours = deberta_ds.load(names["MODEL"])
+    long = "word " * ours.module.config.max_position
+    with pytest.raises(UserError, match="truncate=True"):
+        ours.encode([long])
+    assert ours.encode([long], truncate=True).shape == (1, ours.module.config.hidden_size)
+
+
+def test_labelled_rows_are_scored_and_a_frame_is_rows(names):
+    import pandas
+
+    rows = [{"text": "A good day.", "label": "good"}, {"text": "Bad.", "label": "bad"}]
+    found = deberta_ds.predict(names["FINETUNED"], pandas.DataFrame(rows))
+    assert [row["idx"] for row in found.rows] == [0, 1]
+    right = [row["prediction"] for row in found.rows] == ["good", "bad"]
+    assert (found.scores["metrics"]["accuracy"]["value"] == 100.0) == right
+    assert deberta_ds.predict(names["FINETUNED"], [{"text": "x"}]).scores is None
+    odd = deberta_ds.predict(names["FINETUNED"], [{"text": 1.5}, {"text": "x"}], max_bad=1)
+    assert "error" in odd.rows[0] and "prediction" in odd.rows[1]
+
+
+def test_mistakes_are_one_error(names):
+    with pytest.raises(UserError, match=r"no option seedz"):
+        deberta_ds.finetune(names["TASK"], names["MODEL"], names["OUT"], seedz=2)
+    with pytest.raises(UserError, match="pooling"):
+        deberta_ds.load(names["MODEL"]).encode("x", pooling="max")
+    with pytest.raises(UserError, match=r"train\.step.*did you mean"):
+        deberta_ds.train(names["RUN"], {"train.step": 2})
+    with pytest.raises(AttributeError, match="pretrain"):
+        deberta_ds.pretrain  # noqa: B018
+
+
+def test_the_package_is_imported_without_torch():
+    code = "import sys, deberta_ds; sys.exit(bool({'torch', 'deepspeed'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

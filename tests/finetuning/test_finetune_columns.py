@@ -1,0 +1,189 @@
+"""Files with a word per line: the conventions of the corpora that people have."""
+
+
+import pytest
+from test_finetune_own import write_task
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning.own import load_own_task
+from deberta_ds.finetuning.readers import read_split
+from deberta_ds.finetuning.tables import each_row, read_table
+from deberta_ds.finetuning.tasks import TableForm
+
+MULTICONER = """# id 5239d808-f300-46ea-aa3b-5093040213a3\tdomain=en
+anna _ _ B-PER
+# _ _ O
+sings _ _ O
+
+# id 2\tdomain=en
+# _ _ O
+1 _ _ O
+"""
+WNUT = ("# id 1\tdomain=en\n#flair\tB-product\nis\tO\n\n#rome\tO\n#1\tO\n\n"
+        "# id 2\tdomain=en\nHi\tO\n")
+GERMEVAL = """#\thttp://de.wikipedia.org/wiki/Manfred_Korfmann\t[2009-10-17]
+1\tAufgrund\tO\tO
+2\tseiner\tO\tO
+3\tDFB\tB-ORG\tB-LOC
+
+#\thttp://de.wikipedia.org/wiki/X\t[2009-10-17]
+1\tBerlin\tB-LOC\tO
+2\t#\tO\tO
+"""
+CONLLU = """# newdoc id = a
+# sent_id = 1
+# text = Vámonos al mar
+1-2\tVámonos\t_\t_\t_\t_\t_\t_\t_\t_
+1\tVamos\tir\tVERB\tV\t_\t0\troot\t_\t_
+2\tnos\tnosotros\tPRON\tP\t_\t1\tobj\t_\t_
+3-4\tal\t_\t_\t_\t_\t_\t_\t_\t_
+3\ta\ta\tADP\tA\t_\t5\tcase\t_\t_
+4\tel\tel\tDET\tD\t_\t5\tdet\t_\t_
+4.1\tgran\tgrande\tADJ\tJ\t_\t_\t_\t_\t_
+5\tmar\tmar\tNOUN\tN\t_\t1\tobl\t_\t_
+
+# sent_id = 2
+1\tHola\thola\tINTJ\tI\t_\t0\troot\t_\t_
+"""
+CONLL2012 = """#begin document (bc/cctv/00/cctv_0000); part 000
+bc/cctv/00/cctv_0000   0   0      In   IN  (TOP(S(PP*   -    -   -   S#1   *   *   -
+bc/cctv/00/cctv_0000   0   1     New  NNP  (NP*         -    -   -   S#1   (GPE*   *   -
+bc/cctv/00/cctv_0000   0   2    York  NNP  *)           -    -   -   S#1   *)   *   (3)
+bc/cctv/00/cctv_0000   0   3   today   RB  *            -    -   -   S#1   (DATE)   *   -
+bc/cctv/00/cctv_0000   0   4       .    .  *))          -    -   -   S#1   *   *   -
+
+#end document
+"""
+KLUE = """## klue-ner-v1_000000-nsmc\t<경찰:OG> 이 왔다
+경\tB-OG
+찰\tI-OG
+ \tO
+이\tO
+ \tO
+왔\tO
+다\tO
+
+"""
+CASES = {
+    "MultiCoNER": ("train.conll", MULTICONER, {}, [
+        (["anna", "#", "sings"], ["B-PER", "O", "O"]), (["#", "1"], ["O", "O"])]),
+    "WNUT-17": ("train.conll", WNUT, {}, [
+        (["#flair", "is"], ["B-product", "O"]), (["#rome", "#1"], ["O", "O"]), (["Hi"], ["O"])]),
+    "GermEval": ("NER-de-train.tsv", GERMEVAL, {"word": 2, "tag": 3}, [
+        (["Aufgrund", "seiner", "DFB"], ["O", "O", "B-ORG"]), (["Berlin", "#"], ["B-LOC", "O"])]),
+    "GermEval, inner": ("NER-de-train.tsv", GERMEVAL, {"word": 2, "tag": -1}, [
+        (["Aufgrund", "seiner", "DFB"], ["O", "O", "B-LOC"]), (["Berlin", "#"], ["O", "O"])]),
+    "CoNLL-U": ("es.conllu", CONLLU, {}, [
+        (["Vamos", "nos", "a", "el", "mar"], ["VERB", "PRON", "ADP", "DET", "NOUN"]),
+        (["Hola"], ["INTJ"])]),
+    "CoNLL-U, XPOS": ("es.conll", CONLLU, {"word": 2, "tag": 5}, [
+        (["Vamos", "nos", "a", "el", "mar"], ["V", "P", "A", "D", "N"]), (["Hola"], ["I"])]),
+    "CoNLL-2012": ("cctv_0000.conll", CONLL2012, {}, [
+        (["In", "New", "York", "today", "."], ["O", "B-GPE", "I-GPE", "B-DATE", "O"])]),
+    "CoNLL-2002": ("esp.train", "Melbourne NP B-LOC\n( Fpa O\n\n# Fz O\n", {}, [
+        (["Melbourne", "("], ["B-LOC", "O"]), (["#"], ["O"])]),
+    "Dutch": ("ned.train", "-DOCSTART- -DOCSTART- O\nDe Art O\n\nRob N B-PER\n", {}, [
+        (["De"], ["O"]), (["Rob"], ["B-PER"])]),
+    "KLUE": ("klue-ner-v1_train.tsv", KLUE, {"word": 1, "tag": 2}, [
+        (list("경찰 이 왔다"), ["B-OG", "I-OG"] + ["O"] * 5)]),
+    "MasakhaNER": ("train.txt", "Duka O\nla O\nTumelo B-PER\n\n", {}, [
+        (["Duka", "la", "Tumelo"], ["O", "O", "B-PER"])]),
+    "OntoNotes' columns": ("onto.ner", "Bush NNP B-NP B-PERSON\nsaid VBD O O\n", {"tag": -1}, [
+        (["Bush", "said"], ["B-PERSON", "O"])]),
+    "Twitter POS": ("oct27.conll", "#obama\t#\nwon\tV\n\n# note 3\tx\n#\tX\nand\t&\n", {}, [
+        (["#obama", "won"], ["#", "V"]), (["and"], ["&"])]),
+    "key and value": ("a.conll", "# sent_id = 1\na x y O\nb x y B-X\n", {}, [
+        (["a", "b"], ["O", "B-X"])]),
+    "no tags": ("new.conllu", CONLLU.replace("VERB", "_").replace("INTJ", "_"), {"word": 2}, None),
+    "words alone": ("new.txt", "# text = Hi #you\nHi\n#you\n", {}, [(["Hi", "#you"], None)]),
+    "GermEval without tags": ("new.tsv", "1\tIn\n2\tRom\n", {"word": 2, "tag": 3}, [
+        (["In", "Rom"], None)]),
+    "tabs at the end": ("a.conll", "a\tO\t\nb\tB-X\t\n", {}, [(["a", "b"], ["O", "B-X"])]),
+    "a blank word": ("ko.txt", "나 O\n  O\n너 B-PS\n", {}, [(["나", " ", "너"],
+                                                           ["O", "O", "B-PS"])]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_words_and_tags_of_a_corpus_in_its_own_form(tmp_path, name):
+    file, text, columns, wanted = CASES[name]
+    (tmp_path / file).write_text(text)
+    found = [(row["tokens"], row.get("tags")) for _, row in
+             read_table(tmp_path / file, form=TableForm(columns=columns))]
+    if wanted is None:
+        assert [tokens for tokens, _ in found] == [["Vamos", "nos", "a", "el", "mar"], ["Hola"]]
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize(("file", "text", "said"), [
+    ("train.conll", GERMEVAL, r"column 1 counts the words .* columns = {word = 2, tag = 3}"),
+    ("train.conll", CONLLU, r"column 1 counts the words .* columns = {word = 2, tag = 4}"),
+    ("train.txt", CONLL2012.partition("\n")[2], "column 1 is the same in all lines of a sentence"),
+    ("train.annotated", WNUT, r"unknown kind of table.*columns = {word = 1, tag = -1}"),
+    ("train.conll", "a B-X\nb\n\nc O\n", "train.conll:2: 'b' has 1 columns, most lines of"),
+    ("train.conll", "a\tO\n\tO\n\nc\tO\n", "train.conll:2: .* has no word in column 1")])
+def test_a_file_of_other_columns_is_refused(tmp_path, file, text, said):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(UserError, match=said):
+        list(read_table(tmp_path / file))
+
+
+def test_a_sentence_that_cannot_be_read_does_not_hide_the_others(tmp_path):
+    (tmp_path / "a.conll").write_text("a O\nb\n\nc O\nd O\n\n\ne O\nf g h\ni O\n")
+    kinds = [type(row).__name__ for _, row in each_row(tmp_path / "a.conll")]
+    assert kinds == ["UserError", "dict", "UserError"]
+
+
+@pytest.mark.parametrize(("file", "text", "metrics", "labels"), [
+    ("train.conllu", CONLLU, ("tag_accuracy",), {"VERB", "PRON", "ADP", "DET", "NOUN", "INTJ"}),
+    ("train.conll", WNUT, ("span_f1",), {"O", "B-product"}),
+    ("train.txt", "中 B\n国 E\n人 S\n是 S\n北 B\n京 I\n", ("span_f1",), {"B", "E", "S", "I"})])
+def test_tags_without_prefix_are_scored_by_accuracy(tmp_path, file, text, metrics, labels):
+    (tmp_path / file).write_text(text)
+    path = write_task(tmp_path, "tags", [], train=file, val=file, texts=["words"], label="pos")
+    task, _, _ = load_own_task(path)  # a file with a word per line has no names of columns
+    assert task.metrics == metrics and set(task.labels) == labels
+    assert read_split(task, ".", "val").examples[0].label
+
+
+def test_sentences_without_tags_are_left_out_by_name(tmp_path):
+    (tmp_path / "a.conll").write_text("a O\nb B-X\n\nc _\nd _\n")
+    path = write_task(tmp_path, "tags", [], train="a.conll", val="a.conll", texts=["x"], label="y",
+                      ignore_labels=[""])
+    split = read_split(load_own_task(path)[0], ".", "train")
+    assert [example.sequences for example in split.examples] == [(("a b",),)]
+    assert split.left_out == "1 of 2 rows are left out by ignore_labels"
+
+
+def test_columns_in_a_task_file(tmp_path):
+    (tmp_path / "NER-de-train.tsv").write_text(GERMEVAL)
+    table = {"train": "NER-de-train.tsv", "val": "NER-de-train.tsv", "texts": ["tokens"],
+             "label": "tags"}
+    path = write_task(tmp_path, "tags", [], **table)
+    with pytest.raises(UserError, match="has 3; if it has a word per line, .*columns = {word"):
+        load_own_task(path)
+    path.write_text("columns = {word = 2, tag = 3}\n" + path.read_text())
+    task, _, said = load_own_task(path)
+    assert said == "mine: 3 labels: O (3), B-LOC (1), B-ORG (1)"
+    assert read_split(task, ".", "train").examples[0].sequences == (("Aufgrund seiner DFB",),)
+    for wrong, message in (("{word = 0}", "counted from 1"), ("{words = 1}", "columns.words"),
+                           ("{word = 1, tag = -1}", "column 1 counts the words"),
+                           ("{word = 9}", "has no word in column 9")):
+        path.write_text(path.read_text().partition("\n")[2])
+        path.write_text(f"columns = {wrong}\n" + path.read_text())
+        with pytest.raises(UserError, match=message):
+            load_own_task(path)
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (list("경찰 이 왔다"), "경찰 이 왔다"), (["東京", "に", "行く", "。"], "東京に行く。"),
+    (["ฉัน", "ชอบ", "Python"], "ฉันชอบ Python"), (["He", "is", "."], "He is ."),
+    (list("他用iPhone打字了吗在北京"), "他用iPhone打字了吗在北京"), (["서울", "은"], "서울 은")])
+def test_words_are_joined_as_their_script_is_written(tmp_path, words, text):
+    """Characters were joined by spaces: 36,281 tokens instead of 19,931."""
+    rows = [{"words": words, "label": ["B-X"] + ["O"] * (len(words) - 1)}] * 2
+    task, _, _ = load_own_task(write_task(tmp_path, "tags", rows))
+    example = read_split(task, ".", "train").examples[0]
+    assert example.sequences == ((text,),)
+    assert [text[span.start : span.end] for span in example.spans] == words

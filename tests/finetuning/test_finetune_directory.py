@@ -1,0 +1,186 @@
+"""A fine-tuned directory is one of Hugging Face's, with our predictions."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from superglue_helpers import SHAPES, sample, saved_model, tiny_start
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning import heads
+from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.finetuning.features import collate, encode
+from deberta_ds.finetuning.models import build_model, open_start, start_from
+from deberta_ds.finetuning.predict_file import predict_file
+from deberta_ds.finetuning.run import finetuned_model
+from deberta_ds.finetuning.settings import Settings
+from deberta_ds.finetuning.tasks import task_named
+from deberta_ds.model.init import init_parameters
+from deberta_ds.release.pretrained import load_backbone
+
+
+def test_a_start_whose_run_kept_position_terms_has_the_shape_of_a_finetuned_one(tmp_path):
+    """Such keys of [model] are in no fine-tuned directory: it was refused as of another shape."""
+    saved_model(tmp_path, "CB")
+    start = tiny_start()
+    config = dataclasses.replace(start.config, keep_position_terms=True, cross_entropy="chunked",
+                                 attention="reference", hidden_dropout=0.3, init_std=0.5)
+    found = start_from(dataclasses.replace(start, config=config), load_finetuned(tmp_path), "cb")
+    assert found.config == config and found.weights
+    other = dataclasses.replace(start, config=dataclasses.replace(config, norm_eps=1e-5))
+    with pytest.raises(UserError, match="of another shape"):
+        start_from(other, load_finetuned(tmp_path), "cb")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_goes_on_from_what_was_fine_tuned_from_it(tmp_path, shape):
+    """Also where the directory says the same model in other words, as transformers has it."""
+    saved_model(tmp_path, "CB", shape)
+    start = tiny_start()
+    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
+    going_on = start_from(start, load_finetuned(tmp_path), "cb")
+    build_model(task_named("RTE"), going_on, Settings(), 1)  # its weights fit its configuration
+
+
+def encoded_by_transformers(directory, pairs):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    first, second = zip(*pairs, strict=True)
+    return tokenizer(list(first), list(second), padding=True, return_tensors="pt")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["CB", "MultiRC"])
+def test_a_head_on_cls_alone_gives_the_scores_and_gradients_of_whole_rows(shape, name, monkeypatch):
+    """The last layer computes [CLS] alone for it: nothing that is learned may change by that."""
+    start = tiny_start()
+    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
+    task = task_named(name)
+    model = build_model(task, start, Settings(), 1).eval()
+    init_parameters(model, 0.2, 3)
+    length = 64 if start.config.absolute_input else 200  # beyond the short rows of attention
+    batch = collate(encode(task, sample(name).examples[:4], start.tokenizer, max_length=length,
+                           window_overlap=16))
+    assert start.config.absolute_input or (batch.segments_RL == 0).any()
+    found = {}
+    for whole in (False, True):
+        monkeypatch.setattr(heads, "reads_first_only", lambda head, whole=whole: not whole)
+        model.zero_grad()
+        output = model(batch)
+        output.loss_sum.backward()
+        found[whole] = [output.scores, *(p.grad.clone() for p in model.parameters())]
+    for one, other in zip(found[False], found[True], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_classifies_as_we_do_from_the_texts_alone(tmp_path, shape):
+    from transformers import AutoModelForSequenceClassification
+
+    examples, _, scores = saved_model(tmp_path, "CB", shape)
+    theirs, report = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    inputs = encoded_by_transformers(tmp_path, [example.sequences[0] for example in examples])
+    with torch.no_grad():
+        found = theirs.eval()(**inputs).logits
+    torch.testing.assert_close(found, scores, rtol=1e-5, atol=1e-5)
+    assert theirs.config.id2label == {0: "contradiction", 1: "neutral", 2: "entailment"}
+    assert theirs.config.problem_type == "single_label_classification"
+
+
+def test_rows_longer_than_the_absolute_positions_are_named_when_a_file_is_predicted(tmp_path):
+    saved_model(tmp_path, "CB", "absolute")
+    saved, out = load_finetuned(tmp_path), tmp_path / "out.jsonl"
+    data = tmp_path / "long.jsonl"
+    data.write_text(json.dumps({"premise": "one two " * 50, "hypothesis": "three"}) + "\n")
+    with pytest.raises(UserError, match=r"long\.jsonl: the longest .* 64 absolute positions\. Set"):
+        predict_file(saved, data, out, torch.device("cpu"), global_batch_size=4, max_length=128)
+    assert not out.exists()
+    assert predict_file(saved, data, out, torch.device("cpu"), global_batch_size=4, max_length=64)
+
+
+def test_a_pipeline_names_our_labels(tmp_path):
+    from transformers import pipeline
+
+    examples, _, scores = saved_model(tmp_path, "CB")
+    classify = pipeline("text-classification", str(tmp_path))
+    for example, row in zip(examples, scores, strict=True):
+        first, second = example.sequences[0]
+        answer = classify({"text": first, "text_pair": second})
+        answer = answer[0] if isinstance(answer, list) else answer
+        assert answer["label"] == task_named("CB").labels[int(row.argmax())]
+        assert answer["score"] == pytest.approx(float(row.softmax(-1).max()), abs=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["v3", "v1"])
+def test_transformers_scores_choices_as_we_do(tmp_path, shape):
+    from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
+
+    examples, _, scores = saved_model(tmp_path, "COPA", shape)
+    pairs = [texts for example in examples for texts in example.sequences]
+    inputs = encoded_by_transformers(tmp_path, pairs)
+    if shape == "v1":  # transformers has no multiple choice of v1; the numbers are the same
+        theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    else:
+        theirs = AutoModelForMultipleChoice.from_pretrained(tmp_path).eval()
+        inputs = {key: value.view(len(examples), 2, -1) for key, value in inputs.items()}
+    with torch.no_grad():
+        found = theirs(**inputs).logits.view(len(examples), 2)
+    torch.testing.assert_close(found, scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["WiC", "WSC", "ReCoRD"])
+def test_heads_without_a_class_leave_an_encoder_for_automodel(tmp_path, name):
+    from transformers import AutoModel
+
+    _, features, scores = saved_model(tmp_path, name)
+    theirs, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert all(key.startswith("head.") for key in report["unexpected_keys"])
+    saved = load_finetuned(tmp_path)
+    batch = collate(features)
+    with torch.no_grad():
+        model = finetuned_model(saved, torch.device("cpu"))
+        torch.testing.assert_close(model(batch).scores, scores, rtol=0, atol=0)
+        hidden = theirs.eval()(batch.input_ids_RL, batch.segments_RL).last_hidden_state
+        torch.testing.assert_close(model.head(hidden, batch), scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["CB", "COPA", "WSC", "ReCoRD"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_directory_read_back_gives_the_same_scores(tmp_path, name, shape):
+    _, features, scores = saved_model(tmp_path, name, shape)
+    saved = load_finetuned(tmp_path)
+    assert saved.task == task_named(name) and saved.settings == Settings()
+    with torch.no_grad():
+        found = finetuned_model(saved, torch.device("cpu"))(collate(features)).scores
+    # What is written has a row less for distances that are never met: other sums in fp32.
+    tolerance = 2e-6 if shape == "a row a distance" else 0
+    torch.testing.assert_close(found, scores, rtol=tolerance, atol=tolerance)
+    words = open_start(str(tmp_path)).weights["words.weight"]
+    assert torch.equal(words, load_backbone(tmp_path).backbone.words.weight)
+
+
+def test_damage_is_named(tmp_path):
+    saved_model(tmp_path, "CB")
+    facts = json.loads((tmp_path / "finetuned.json").read_text())
+
+    def refused(message, **changes):
+        (tmp_path / "finetuned.json").write_text(json.dumps(facts | changes))
+        with pytest.raises(UserError, match=message) as caught:
+            load_finetuned(tmp_path)
+        assert str(tmp_path) in str(caught.value)
+
+    refused("format 3", format=3)
+    refused("head = 'x'", task=facts["task"] | {"head": "x"})
+    refused("epochs = 0", settings=facts["settings"] | {"epochs": 0})
+    refused("unknown key", settings=facts["settings"] | {"epoch": 1})
+    (tmp_path / "spm.model").unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    refused("no tokenizer next to")
+    (tmp_path / "finetuned.json").write_text("[1]")
+    with pytest.raises(UserError, match="not a JSON object"):
+        load_finetuned(tmp_path)

@@ -1,0 +1,143 @@
+"""Task files damaged at random: each is read, or is one error that names the file and the line."""
+
+import json
+import random
+import shutil
+import zipfile
+
+import pytest
+from superglue_helpers import SAMPLE, tiny_start
+from test_finetune_answers import document
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning.features import encode
+from deberta_ds.finetuning.readers import read_split
+from deberta_ds.finetuning.tasks import TASKS, task_named
+
+STRANGE = (None, True, 0, -1, 10**30, 1.5, float("nan"), "", " ", "\ud800", "\x00", "\u200b",
+           "x" * 5000, [], [[]], {}, {"text": 3}, "\u2028", "@placeholder", "@highlight",
+           "'s")
+
+
+def damaged_value(value, dice: random.Random):
+    """Return a JSON value with one part changed, dropped, doubled or put elsewhere."""
+    if isinstance(value, dict) and value and dice.random() < 0.85:
+        key = dice.choice(sorted(value))
+        if dice.random() < 0.2:
+            return {k: v for k, v in value.items() if k != key}
+        return value | {key: damaged_value(value[key], dice)}
+    if isinstance(value, list) and value and dice.random() < 0.85:
+        place = dice.randrange(len(value))
+        part = damaged_value(value[place], dice)
+        return dice.choice([value[:place] + value[place + 1 :], value + [part],
+                            value[:place] + [part] + value[place + 1 :]])
+    return dice.choice(STRANGE)
+
+
+def damaged_bytes(data: bytes, dice: random.Random) -> bytes:
+    place = dice.randrange(len(data))
+    return dice.choice([
+        data[:place], data[:place] + bytes([dice.randrange(256)]) + data[place + 1 :],
+        data[:place] + data[place + dice.randrange(40) :], b"\xef\xbb\xbf" + data,
+        data.decode().encode("utf-16"), data.replace(b"\n", b"\r\n"), data.replace(b"\n", b"\r"),
+        b"[" * 100_000, data + b"\n" + b"9" * 6000, data + data, b"", b"\n\n\n", b"null\n", b"[]\n",
+    ])
+
+
+def read(task, root, split: str) -> None:
+    found = read_split(task, root, split, any_size=True)
+    encode(task, found.examples, tiny_start().tokenizer, max_length=256, window_overlap=32)
+
+
+@pytest.mark.parametrize("name", [task.name for task in TASKS])
+def test_no_damage_is_a_traceback(name, tmp_path):
+    task, dice = task_named(name), random.Random(f"damage {name}")
+    split = "test" if task.predicted_by else "train"
+    inside = f"{name}/{name if task.predicted_by else split}.jsonl"
+    whole = (SAMPLE / inside).read_bytes()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    file = tmp_path / inside
+    file.parent.mkdir()
+    refused = 0
+    for _ in range(40):
+        if dice.random() < 0.6:
+            changed = list(lines)
+            place = dice.randrange(len(changed))
+            changed[place] = damaged_value(changed[place], dice)
+            file.write_text("\n".join(json.dumps(line) for line in changed))
+        else:
+            file.write_bytes(damaged_bytes(whole, dice))
+        try:
+            read(task, tmp_path, split)
+        except UserError as error:
+            assert str(file) in str(error)
+            refused += 1
+    assert refused > 10
+
+
+def test_no_damage_of_a_zip_or_parquet_file_is_a_traceback(tmp_path):
+    import datasets
+
+    task, dice = task_named("RTE"), random.Random("archives")
+    with zipfile.ZipFile(tmp_path / "RTE.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(SAMPLE / "RTE" / "train.jsonl", "RTE/train.jsonl")
+    rows = [{"premise": "a", "hypothesis": "b", "idx": i, "label": i % 2} for i in range(9)]
+    (tmp_path / "rte").mkdir()
+    table = tmp_path / "rte" / "train-00000-of-00001.parquet"
+    for file in (tmp_path / "RTE.zip", table):
+        if file is table:
+            (tmp_path / "RTE.zip").unlink()
+            datasets.Dataset.from_list(rows).to_parquet(str(table))
+        whole = file.read_bytes()
+        refused = 0
+        for _ in range(25):
+            file.write_bytes(damaged_bytes_of_binary(whole, dice))
+            try:
+                read(task, tmp_path, "train")
+            except UserError as error:
+                assert str(tmp_path) in str(error)
+                refused += 1
+        assert refused > 5
+    for bad in ({"label": 7}, {"label": None}, {"label": "x"}, {"idx": {"a": 1}}, {"premise": 3}):
+        datasets.Dataset.from_list([rows[0] | bad]).to_parquet(str(table))
+        with pytest.raises(UserError, match="rte"):
+            read(task, tmp_path, "train")
+
+
+@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
+def test_no_damage_of_a_squad_file_is_a_traceback(version, tmp_path):
+    """The same for one document that holds all questions; an answer's place is checked, too."""
+    task, dice = task_named(f"SQuAD-{version}"), random.Random(version)
+    file = tmp_path / f"train-{version}.json"
+    whole = document(version)
+    refused = 0
+    for turn in range(150):
+        if turn % 3 == 0:
+            file.write_bytes(damaged_bytes(json.dumps(whole).encode(), dice))
+        else:
+            file.write_text(json.dumps(damaged_value(whole, dice), indent=turn % 2 or None))
+        try:
+            read(task, tmp_path, "train")
+        except UserError as error:
+            assert str(file) in str(error), error
+            refused += 1
+    assert refused > 30
+
+
+def damaged_bytes_of_binary(data: bytes, dice: random.Random) -> bytes:
+    place = dice.randrange(len(data))
+    return dice.choice([data[:place], data[:place] + bytes(3) + data[place + 3 :],
+                        data[:place] + data[place + 9 :], b"", b"PK", b"PAR1"])
+
+
+def test_directories_in_the_place_of_files_and_odd_pairs(tmp_path):
+    (tmp_path / "RTE" / "train.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match="RTE train is not there"):
+        read(task_named("RTE"), tmp_path, "train")
+    shutil.copytree(SAMPLE / "AX-g", tmp_path / "AX-g")
+    file = tmp_path / "AX-g" / "AX-g.jsonl"
+    lines = file.read_text().splitlines()
+    for kept in (lines[:-1], [lines[0], *lines[2:], lines[1]]):
+        file.write_text("\n".join(kept))
+        with pytest.raises(UserError, match=r"AX-g.jsonl:\d+: this line and the next"):
+            read(task_named("AX-g"), tmp_path, "test")

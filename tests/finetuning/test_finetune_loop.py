@@ -1,0 +1,374 @@
+"""Fine-tuning: exact at any world size, resumable, honest about failures, heads kept by name."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rank_helpers
+import torch
+from superglue_helpers import SAMPLE, tiny_start, tokenizer_path
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.cluster import lock, process
+from deberta_ds.finetuning import job, sweep
+from deberta_ds.finetuning.directory import find_finetuned, load_finetuned, save_finetuned
+from deberta_ds.finetuning.models import build_model, keep_head, open_start
+from deberta_ds.finetuning.run import finetuned_model
+from deberta_ds.finetuning.settings import Settings, load
+from deberta_ds.finetuning.tasks import TASK_NAMES, TASKS, task_named
+
+ROOT = Path(__file__).parents[2]
+QUICK = (
+    "--all.learning_rate=2e-3",
+    "--all.epochs=2",
+    "--all.global_batch_size=6",
+    "--all.dropout=0.0",
+    "--all.head_dropout=0.0",
+)
+
+
+def launch(*arguments: str, ranks: int = 1, script: str = "finetune.py"):
+    """Run a launch script on `ranks` ranks and return the finished process."""
+    port = rank_helpers.free_port()
+    starter = [sys.executable]
+    if ranks > 1:
+        starter += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
+                    "--master_port", str(port)]
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*starter, str(ROOT / "launch" / script), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+
+
+def common(out: Path, *more: str) -> list[str]:
+    return ["--model", "random:tiny", "--tokenizer", tokenizer_path(), "--data", str(SAMPLE),
+            "--any_size", "--out", str(out), *more]
+
+
+def predictions(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "val_predictions.jsonl").open()]
+
+
+def test_lower_layers_learn_slower(process_group, tmp_path):
+    """One update of Adam moves a weight by its learning rate, less what eps takes."""
+    model = build_model(task_named("CB"), tiny_start(), Settings(), 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    given = (
+        "--all.epochs=1",
+        "--all.global_batch_size=36",
+        "--all.train_rows=36",
+        "--all.dropout=0.0",
+        "--all.warmup_share=0.0",
+        "--all.weight_decay=0.0",
+        "--all.learning_rate=1e-3",
+        "--all.layer_decay=0.5",
+        "--all.clip_norm=0.0",
+    )
+    sweep.run_all(plan(tmp_path, given=given, num_seeds=1))
+    after = load_finetuned(tmp_path / "CB" / "seed-1" / "model").weights
+
+    def moved(name: str) -> float:
+        return float((after[name] - before[name]).abs().max()) / 1e-3
+
+    assert moved("head.classifier.weight") == pytest.approx(1.0, rel=0.15)
+    layers = "backbone.trunk.encoder.layers"
+    assert moved(f"{layers}.1.ffn_in.weight") == pytest.approx(0.5, rel=0.15)
+    assert moved(f"{layers}.0.ffn_in.weight") == pytest.approx(0.25, rel=0.15)
+    assert moved("backbone.trunk.input.norm.weight") == pytest.approx(0.125, rel=0.15)
+
+
+def test_the_kept_evaluation_is_the_best_of_the_metric_asked_for(process_group, tmp_path):
+    given = (*QUICK, "--all.epochs=4", "--all.best_metric=macro_f1")
+    (result,) = sweep.run_all(plan(tmp_path, given=given, num_seeds=1))
+    best = max(result["history"], key=lambda entry: entry["macro_f1"])
+    assert result["best_step"] == best["step"]
+
+
+def agree(one: Path, other: Path, tolerance: float = 3e-4) -> None:
+    for first, second in zip(predictions(one), predictions(other), strict=True):
+        assert first["key"] == second["key"] and first["prediction"] == second["prediction"]
+        np.testing.assert_allclose(first["scores"], second["scores"], atol=tolerance)
+
+
+SHARED = ("--tasks", "RTE", "ReCoRD", "CB", *QUICK,
+          "--CB.sift_weight=1.0", "--CB.sift_noise=0.0", "--CB.sift_step=0.1")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """Return the output of three tasks on one rank, without a launcher or ZeRO."""
+    out = tmp_path_factory.mktemp("alone")
+    done = launch(*common(out), *SHARED, script="superglue.py")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "stage", "extra"), [
+    (2, 3, "--all.micro_batch_size=1"), (2, 2, "--all.evals_per_epoch=1"),
+    (3, 1, "--all.eval_batch_size=2")])
+def test_any_world_and_zero_stage_trains_and_predicts_alike(ranks, stage, extra, alone, tmp_path):
+    """ReCoRD's two validation queries leave ranks without a batch, and CB trains adversarially,
+    whose inner gradient must leave the partitions alone. Nothing is doubled, nothing is lost."""
+    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    done = launch(*common(tmp_path), *SHARED, extra, "--deepspeed_config",
+                  str(tmp_path / "ds.json"), ranks=ranks, script="superglue.py")
+    assert done.returncode == 0, done.stderr
+    for name in ("RTE", "ReCoRD", "CB"):
+        agree(alone / name / "seed-1", tmp_path / name / "seed-1", 1e-3)
+        file = Path(name) / "seed-1" / "submission" / f"{name}.jsonl"
+        assert (alone / file).read_text() == (tmp_path / file).read_text()
+
+
+def plan(tmp_path, tasks=("CB",), given=QUICK, **changes) -> sweep.Sweep:
+    said = []
+    tables = load(None, given, TASK_NAMES)
+    found = sweep.Sweep(
+        tasks=tuple(task_named(name) for name in tasks), num_seeds=2, start=tiny_start(),
+        data=str(SAMPLE), out=tmp_path, deepspeed={}, device=torch.device("cpu"), settings=tables,
+        any_size=True, say=said.append)
+    return dataclasses.replace(found, **changes)
+
+
+def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
+    first = sweep.run_all(plan(tmp_path))
+    kept = (tmp_path / "CB" / "seed-1" / "result.json").stat().st_mtime_ns
+    (tmp_path / "CB" / "seed-2" / "result.json").unlink()  # as if killed before the end
+    again = sweep.run_all(plan(tmp_path))
+    assert (tmp_path / "CB" / "seed-1" / "result.json").stat().st_mtime_ns == kept
+    for old, new in zip(first, again, strict=True):
+        drop = ("seconds",)
+        assert {k: v for k, v in old.items() if k not in drop} == {
+            k: v for k, v in new.items() if k not in drop
+        }
+    with pytest.raises(UserError, match="this run had settings = .* choose another --out"):
+        sweep.run_all(plan(tmp_path, given=("--all.learning_rate=1e-5",)))
+    result = tmp_path / "CB" / "seed-1" / "result.json"
+    values = json.loads(result.read_text())
+    result.write_text(json.dumps(values | {"labels_and_texts": "0"}))  # as of other data
+    with pytest.raises(UserError, match="this run had labels_and_texts = '0'"):
+        sweep.run_all(plan(tmp_path))
+    result.unlink()
+    lock.take(tmp_path / "CB" / "seed-1" / lock.NAME, dataclasses.replace(
+        lock.this_process(), pid=os.getppid(), started=process.look(os.getppid()).started))
+    with pytest.raises(UserError, match="another job writes there"):
+        sweep.run_all(plan(tmp_path))
+
+
+def test_another_start_or_test_table_is_not_taken_for_the_same(process_group, tmp_path):
+    result = tmp_path / "out" / "CB" / "seed-1" / "result.json"
+    sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+    start = tiny_start()
+    other = dataclasses.replace(start, weights={"a": torch.ones(2)})
+    with pytest.raises(UserError, match="this run had start_weights"):
+        sweep.run_all(plan(tmp_path / "out", num_seeds=1, start=other))
+    values = json.loads(result.read_text())
+    result.write_text(json.dumps(values | {"tests": {"CB": "0"}}))
+    with pytest.raises(UserError, match="test.jsonl has changed since it was predicted"):
+        sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+    result.write_text(json.dumps(values | {"tests": [values["tests"]]}))  # an AttributeError
+    with pytest.raises(UserError, match="damaged .tests: .*to run this seed again"):
+        sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+    result.write_text(json.dumps(values))
+    shutil.rmtree(result.parent / "model")
+    said = []
+    sweep.run_all(plan(tmp_path / "out", num_seeds=1, say=said.append))
+    assert any("without its model, which was not kept" in line for line in said)
+    result.write_text("{")
+    with pytest.raises(UserError, match="not valid JSON.*to run this seed again"):
+        sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+
+
+def test_a_run_that_has_not_ended_is_not_taken_for_a_model(process_group, tmp_path):
+    sweep.run_all(plan(tmp_path, num_seeds=1))
+    run = tmp_path / "CB" / "seed-1"
+    assert find_finetuned(run) == run / "model"
+    (run / "result.json").unlink()
+    with pytest.raises(UserError, match="this fine-tuning has not ended .no result.json."):
+        find_finetuned(run)
+    assert find_finetuned(run / "model") == run / "model"
+
+
+def test_texts_that_do_not_fit_end_a_sweep_before_its_first_run(process_group, tmp_path):
+    given = (*QUICK, "--WSC.max_length=8", "--WiC.max_length=9")
+    with pytest.raises(UserError, match="texts do not fit") as caught:
+        sweep.run_all(plan(tmp_path, ("CB", "WSC", "WiC"), given=given))
+    problems = str(caught.value).splitlines()[1:]
+    assert len(problems) == 6  # train, val and test of two tasks, at once
+    assert all("Set --W" in line and ".jsonl:" in line for line in problems)
+    assert not (tmp_path / "CB").exists()
+
+
+def test_rows_longer_than_the_absolute_positions_are_named_before_training(process_group, tmp_path):
+    """An IndexError in the first step, deep in torch."""
+    shape = {"relative_attention": False, "position_terms": (), "absolute_input": True,
+             "relative_norm": False, "share_position_projections": False, "position_buckets": 0,
+             "max_position": 28}
+    start = dataclasses.replace(tiny_start(),
+                                config=dataclasses.replace(tiny_start().config, **shape))
+    with pytest.raises(UserError, match=r"has 28 absolute positions. Set --CB.max_length=28"):
+        sweep.run_all(plan(tmp_path, start=start))
+    given = (*QUICK, "--CB.max_length=28", "--all.epochs=1")
+    assert sweep.run_all(plan(tmp_path, start=start, given=given, num_seeds=1))
+
+
+def test_the_result_is_the_score_of_the_kept_weights(process_group, tmp_path):
+    (result, _) = sweep.run_all(plan(tmp_path))
+    best = max(result["history"], key=lambda entry: entry["macro_f1"] + entry["accuracy"])
+    assert result["best_step"] == best["step"]
+    assert result["score"] == pytest.approx((best["macro_f1"] + best["accuracy"]) / 2)
+    assert sum(map(sum, result["confusion"])) == 12
+    saved = load_finetuned(tmp_path / "CB" / "seed-1" / "model")
+    model = finetuned_model(saved, torch.device("cpu"))
+    assert not model.training and saved.task.labels == ("contradiction", "neutral", "entailment")
+
+
+def test_a_diverged_run_is_counted_and_the_sweep_goes_on(process_group, tmp_path):
+    bad = ("--all.learning_rate=10.0", "--all.weight_decay=10.0", "--all.clip_norm=0.0",
+           "--all.epochs=6", "--all.global_batch_size=6", "--all.warmup_share=0.0")
+    results = sweep.run_all(plan(tmp_path, given=bad))
+    assert [result["failed"] for result in results] == [True, True]
+    for result in results:
+        assert result["score"] == 0.0 and "the loss is" in result["error"]
+        assert "best_step" not in result and result["history"] == []
+    summary = sweep.summarize([task_named("CB")], results)
+    assert summary["tasks"]["CB"]["failed"] == 2
+    assert "2/2" in sweep.table(summary)
+
+
+def test_patience_stops_and_micro_batches_change_nothing(process_group, tmp_path):
+    whole = sweep.run_all(plan(tmp_path / "a", num_seeds=1))
+    given = (*QUICK, "--all.micro_batch_size=4")
+    parts = sweep.run_all(plan(tmp_path / "b", num_seeds=1, given=given))
+    for one, other in zip(whole[0]["history"], parts[0]["history"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-4)
+    given = ("--all.learning_rate=1e-9", "--all.epochs=9", "--all.patience=2")
+    early = sweep.run_all(plan(tmp_path / "c", num_seeds=1, given=given))
+    assert len(early[0]["history"]) == 3 and early[0]["failed"]
+
+
+def fake_results() -> list[dict]:
+    results = []
+    for task in TASKS:
+        if task.predicted_by:
+            continue
+        for seed, value in ((1, 0.5), (2, 0.7), (3, 0.6)):
+            diagnostics = {"AX-b": {"matthews": 0.1}, "AX-g": {"gender_parity": 0.9,
+                           "accuracy": 0.5}} if task.name == "RTE" else {}
+            confusion = {"confusion": [[2] * len(task.labels)] * len(task.labels)}
+            results.append({
+                "task": task.name, "seed": seed, "score": value, "failed": seed == 1,
+                "failure": "too bad",
+                "baseline": 0.5, "metrics": dict.fromkeys(task.metrics, value),
+                "diagnostics": diagnostics, "settings": {"epochs": 1},
+                "history": [{"epoch": 1.0, "step": 1, "loss": 1.0}
+                            | dict.fromkeys(task.metrics, value)],
+            } | (confusion if task.head != "mentions" else {}))
+    return results
+
+
+def test_the_summary_is_medians_and_the_leaderboards_mean():
+    results = fake_results()
+    summary = sweep.summarize(TASKS, results)
+    assert summary["mean"] == pytest.approx(0.6) and summary["mean_of"] == 8
+    row = summary["tasks"]["MultiRC"]
+    assert row["score"] == {"median": 0.6, "min": 0.5, "max": 0.7} and row["failed"] == 1
+    text = sweep.table(summary, summary)
+    assert "AX-g" in text and "gender_parity 90.0" in text and "SuperGLUE, all of 8" in text
+    assert max(map(len, text.splitlines())) <= 115
+    few = [result for result in results if result["task"] in ("RTE", "CB")]
+    assert "2 of 8 tasks" in sweep.table(sweep.summarize(TASKS, few))
+    assert row["labels"] == ["0", "1"]
+
+
+def test_an_nli_head_is_kept_row_by_row_by_label_name(tmp_path):
+    start, settings = tiny_start(), Settings()
+    mnli = build_model(task_named("MNLI"), start, settings, 1)
+    save_finetuned(tmp_path, task_named("MNLI"), settings, start.config,
+                   dict(mnli.state_dict()), start.tokenizer)
+    saved = load_finetuned(tmp_path)
+    assert find_finetuned(tmp_path) == tmp_path
+    rte = build_model(task_named("RTE"), start, settings, 2)
+    fresh = rte.head.classifier.weight[0].clone()
+    note = keep_head(rte, task_named("RTE"), saved)
+    assert "labels kept: entailment; fresh: not_entailment" in note
+    assert torch.equal(rte.head.classifier.weight[1], mnli.head.classifier.weight[2])
+    assert torch.equal(rte.head.classifier.weight[0], fresh)
+    assert torch.equal(rte.head.pooler.dense.weight, mnli.head.pooler.dense.weight)
+    copa = build_model(task_named("COPA"), start, settings, 2)
+    assert "fresh: choice1, choice2" in keep_head(copa, task_named("COPA"), saved)
+    assert torch.equal(copa.head.pooler.dense.weight, mnli.head.pooler.dense.weight)
+    wsc = build_model(task_named("WSC"), start, settings, 2)
+    assert "all of the head is fresh" in keep_head(wsc, task_named("WSC"), saved)
+    head = {"head." + key: value + 1 for key, value in copa.head.state_dict().items()}
+    scored = dataclasses.replace(saved, task=dataclasses.replace(task_named("COPA"), name="SWAG"),
+                                 weights=dict(saved.weights) | head)
+    assert "and the scorer" in keep_head(copa, task_named("COPA"), scored)
+    assert torch.equal(copa.head.classifier.weight, head["head.classifier.weight"])
+    labels = ("neutral", "entailment", "contradiction")
+    renamed = dataclasses.replace(saved, task=dataclasses.replace(saved.task, labels=labels))
+    cb = build_model(task_named("CB"), start, settings, 2)
+    keep_head(cb, task_named("CB"), renamed)
+    assert torch.equal(cb.head.classifier.weight[2], mnli.head.classifier.weight[1])
+
+
+def test_init_from_runs_and_the_backbone_is_the_other_tasks(process_group, tmp_path):
+    sweep.run_all(plan(tmp_path / "cb", num_seeds=1))
+    source = tmp_path / "cb" / "CB" / "seed-1"
+    said: list[str] = []
+    results = sweep.run_all(plan(tmp_path / "rte", ("RTE",), num_seeds=1, say=said.append,
+                                 init_from={"RTE": str(source)}))
+    assert results[0]["init_from"].endswith("model")
+    assert any("labels kept: entailment" in line for line in said)
+    assert set(results[0]["diagnostics"]) == {"AX-b", "AX-g"}
+    again = open_start(str(source / "model"))
+    model = build_model(task_named("WiC"), again, Settings(), 1)
+    saved = load_finetuned(source / "model")
+    assert torch.equal(model.backbone.words.weight, saved.weights["backbone.words.weight"])
+    shutil.rmtree(source)
+    job._digest_of.cache_clear()  # as in another process
+    assert sweep.run_all(plan(tmp_path / "rte", ("RTE",), num_seeds=1,
+                              init_from={"RTE": str(source)}))[0] == results[0]
+
+
+def test_starts_that_cannot_be(tmp_path):
+    with pytest.raises(UserError, match="no such preset or directory; did you mean tiny"):
+        open_start("random:tinny")
+    with pytest.raises(UserError, match="pass --tokenizer"):
+        open_start("random:tiny")
+    with pytest.raises(UserError, match="no finetuned.json"):
+        load_finetuned(tmp_path)
+    start = tiny_start()
+    model = build_model(task_named("RTE"), start, Settings(), 1)
+    save_finetuned(tmp_path, task_named("RTE"), Settings(), start.config,
+                   dict(model.state_dict()), start.tokenizer)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match="damaged or cut short"):
+        load_finetuned(tmp_path)
+
+
+def test_random_starts_differ_by_seed_and_only_by_seed():
+    start, task = tiny_start(), task_named("RTE")
+    one, same, two = (build_model(task, start, Settings(), seed) for seed in (1, 1, 2))
+    assert torch.equal(one.head.classifier.weight, same.head.classifier.weight)
+    assert torch.equal(one.backbone.words.weight, same.backbone.words.weight)
+    assert not torch.equal(one.backbone.words.weight, two.backbone.words.weight)
+
+
+def test_wrong_command_lines_are_one_clear_line(tmp_path):
+    cases = [(["--task", "AX-b"], "the RTE model predicts it"),
+             (["--task", "RTE", "--any_size", "--all.epoch=3"], "did you mean epochs")]
+    for arguments, message in cases:
+        done = launch(*arguments, *common(tmp_path))
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr

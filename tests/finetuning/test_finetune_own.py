@@ -1,0 +1,351 @@
+"""A task of one's own: every kind of table and label, learned by heart, predicted from a file."""
+
+import dataclasses
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rank_helpers import run as run_ranks
+from rank_helpers import start as start_ranks
+from rank_helpers import wait as wait_for_ranks
+from superglue_helpers import tiny_start
+from tokenizer_cases import directory_of
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning import predict_file as module
+from deberta_ds.finetuning import sweep
+from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
+from deberta_ds.finetuning.models import build_model
+from deberta_ds.finetuning.own import load_own_task
+from deberta_ds.finetuning.predict_file import predict_file
+from deberta_ds.finetuning.readers import read_split
+from deberta_ds.finetuning.settings import Settings, load
+from deberta_ds.finetuning.submission import as_written
+from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
+from deberta_ds.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+PREDICT = ROOT / "launch" / "predict.py"
+DICE = random.Random(4)
+WORDS = "stone oven bread river house cat dog moon train paper glass winter song".split()
+TAGS = {"cat": "B-ANIMAL", "dog": "B-ANIMAL", "moon": "B-SKY"}
+
+
+def rows_of(kind: str, count: int = 32) -> list[dict]:
+    """Return rows whose label only the words tell."""
+    DICE.seed(1)  # the same rows whichever test comes first
+    rows = []
+    for number in range(count):
+        words = [DICE.choice(WORDS) for _ in range(6)] + [f"n{number}"]
+        row = {"words": " ".join(words), "extra": "about it"}
+        animals = [word for word in words if word in ("cat", "dog")]
+        if kind == "classification":
+            row["label"] = "animal" if animals else "thing"
+        elif kind == "multilabel":
+            row["label"] = sorted({word for word in words if word in ("cat", "moon")})
+        elif kind == "regression":
+            row["label"] = len(animals) / 2
+        elif kind == "choice":
+            row["options"] = [f"it is {animal}" for animal in ("cat", "dog", "moon")]
+            DICE.shuffle(row["options"])
+            row["label"] = "ABC"[row["options"].index("it is dog")]
+        elif kind == "spans":
+            text = " ".join(words)
+            row["label"] = {"text": animals[:1],
+                            "answer_start": [text.index(animal) for animal in animals[:1]]}
+        else:
+            row["words"] = words
+            row["label"] = [TAGS.get(word, "O") for word in words]
+        rows.append(row)
+    return rows
+
+
+def write_task(directory: Path, kind: str, rows: list[dict], settings: str = "", **more) -> Path:
+    directory.mkdir(exist_ok=True)
+    table = directory / "train.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"name": "mine", "kind": kind, "train": "train.jsonl", "val": "train.jsonl"}
+    values["texts"] = ["words"] if kind in ("tags", "choice") else ["words", "extra"]
+    if kind == "choice":
+        values["choices"] = ["options"]
+    if kind == "spans":
+        values["texts"] = ["extra", "words"]
+    values |= more
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+    path = directory / "task.toml"
+    path.write_text("\n".join(lines) + f"\n[settings]\n{settings}\n")
+    return path
+
+
+BY_HEART = """epochs = 60
+global_batch_size = 8
+learning_rate = 6e-3
+warmup_share = 0.1
+weight_decay = 0.0
+dropout = 0.0
+head_dropout = 0.0
+patience = 0
+evals_per_epoch = 1"""
+
+
+def train(path: Path, out: Path, *overrides: str, start=None, say=lambda text: None, max_bad=0
+          ) -> dict:
+    task, _, _ = load_own_task(path)
+    plan = sweep.Sweep(
+        tasks=(task,), num_seeds=1, start=start or tiny_start(), data=".", out=out, deepspeed={},
+        device=torch.device("cpu"), settings=load(None, overrides, (*TASK_NAMES, task.name)),
+        say=say, max_bad=max_bad)
+    (result,) = sweep.run_all(plan)
+    return result
+
+
+@pytest.mark.parametrize("kind", ["classification", "multilabel", "regression", "choice", "tags",
+                                  "spans"])
+def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_group, tmp_path, kind):
+    rows = rows_of(kind)
+    # Ranks of equal numbers cannot be learned, so a regression is not scored by Spearman here.
+    more = {"metrics": ["pearson"]} if kind == "regression" else {}
+    result = train(write_task(tmp_path, kind, rows, BY_HEART, **more), tmp_path / "out")
+    assert result["score"] >= (0.999 if kind == "regression" else 1.0), result["history"][-1]
+    assert not result["failed"] and result["score"] > result["baseline"]
+    saved = load_finetuned(tmp_path / "out" / "mine" / "seed-1" / "model")
+    table = tmp_path / "new.jsonl"
+    table.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n, row in enumerate(rows)))
+    out = tmp_path / "predictions.jsonl"
+    count = predict_file(saved, table, out, torch.device("cpu"), global_batch_size=5, max_length=64,
+                         keep=["id"])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert count == len(lines) == 32 and [line["id"] for line in lines] == list(range(32))
+    for line, row in zip(lines, rows, strict=True):
+        wanted = row["label"]
+        if kind == "choice":
+            wanted = f"choice{'ABC'.index(wanted)}"
+        if kind == "spans":
+            place = wanted["answer_start"] or [-1]
+            wanted = "".join(wanted["text"])
+            assert [line["start"], line["end"]] == [place[0], place[0] + len(wanted)]
+            assert (line["no_answer_margin"] > saved.threshold) == (not wanted)
+        if kind == "regression":
+            assert line["prediction"] == pytest.approx(wanted, abs=0.3)
+        else:
+            assert line["prediction"] == wanted
+    with pytest.raises(UserError, match="--keep idd: no such column; there are words"):
+        predict_file(saved, table, out, torch.device("cpu"), global_batch_size=5, max_length=64,
+                     keep=["idd"])
+
+
+@pytest.mark.parametrize(("kind", "head"), [
+    ("multilabel", "AutoModelForSequenceClassification"), ("regression",
+    "AutoModelForSequenceClassification"), ("tags", "AutoModelForTokenClassification")])
+def test_transformers_gives_the_same_scores(process_group, tmp_path, kind, head):
+    import transformers
+
+    rows = rows_of(kind, 12)
+    train(write_task(tmp_path, kind, rows, "epochs = 1\nlearning_rate = 1e-3"), tmp_path / "out")
+    model = tmp_path / "out" / "mine" / "seed-1" / "model"
+    theirs = getattr(transformers, head).from_pretrained(model).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    scores = [json.loads(line)["scores"] for line in
+              (model.parent / "val_predictions.jsonl").read_text().splitlines()]
+    for row, wanted in zip(rows, scores, strict=True):
+        texts = [" ".join(row["words"])] if kind == "tags" else [row["words"], row["extra"]]
+        inputs = tokenizer(*texts, return_tensors="pt", return_offsets_mapping=True)
+        offsets = inputs.pop("offset_mapping")[0].tolist()
+        with torch.no_grad():
+            found = theirs(**inputs).logits[0]
+        if kind == "tags":  # a word's label is that of its first token
+            starts = [len(" ".join(row["words"][:n])) + (n > 0) for n in range(len(row["words"]))]
+            ends = [end for _, end in offsets]
+            found = torch.stack([found[next(i for i, end in enumerate(ends) if end > start)]
+                                 for start in starts]).flatten()
+        torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-4, atol=2e-5)
+    problem = {"multilabel": "multi_label_classification", "regression": "regression"}
+    assert theirs.config.problem_type == problem.get(kind)
+    _pipeline_agrees(kind, model, rows[0], torch.tensor(scores[0]), theirs.config)
+
+
+def _pipeline_agrees(kind, model, row, scores, config):
+    """A pipeline names our labels, and shows numbers, probabilities or classes as the task has."""
+    from transformers import pipeline
+
+    if kind == "tags":
+        found = pipeline("token-classification", str(model))(" ".join(row["words"]))
+        by_end = {}
+        for token in found:  # only those that are not "O"; a word's label is its first token's
+            by_end.setdefault(" ".join(row["words"])[: token["end"]].count(" "), token["entity"])
+        classes = scores.view(len(row["words"]), -1).argmax(-1).tolist()
+        for number, label in enumerate(classes):
+            if config.id2label[label] != "O":
+                assert by_end[number] == config.id2label[label]
+        return
+    ask = pipeline("text-classification", str(model), top_k=None)
+    answers = ask({"text": row["words"], "text_pair": row["extra"]})
+    answers = answers[0] if isinstance(answers[0], list) else answers
+    found = {answer["label"]: answer["score"] for answer in answers}
+    wanted = scores.sigmoid() if kind == "multilabel" else scores
+    assert found == pytest.approx(
+        {config.id2label[n]: value for n, value in enumerate(wanted.tolist())}, abs=3e-5)
+
+
+def test_class_weights_multiply_what_an_example_adds_to_the_loss(process_group, tmp_path):
+    rows = rows_of("classification", 16)
+    given = ("epochs = 1\nglobal_batch_size = 16\nlearning_rate = 1e-9\ndropout = 0.0\n"
+             "head_dropout = 0.0")
+    counts = {name: sum(row["label"] == name for row in rows) for name in ("animal", "thing")}
+    losses = {}
+    for weights in ("", "balanced", "{animal = 0}", "{thing = 0}", "{animal = 3.0}"):
+        value = weights if weights.startswith("{") else f'"{weights}"'
+        path = write_task(tmp_path, "classification", rows, f"{given}\nclass_weights = {value}")
+        losses[weights] = train(path, tmp_path / f"out{len(losses)}")["history"][0]["loss"]
+    thing, animal = losses["{animal = 0}"], losses["{thing = 0}"]
+    assert losses[""] == pytest.approx(animal + thing, abs=2e-5)
+    assert losses["{animal = 3.0}"] == pytest.approx(3 * animal + thing, abs=4e-5)
+    balanced = sum(part * 16 / (2 * counts[name]) for name, part in
+                   (("animal", animal), ("thing", thing)))
+    assert losses["balanced"] == pytest.approx(balanced, abs=4e-5)
+
+
+@pytest.mark.multi
+def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, monkeypatch):
+    start = tiny_start()
+    task = load_own_task(write_task(tmp_path, "classification", rows_of("classification")))[0]
+    model = build_model(task, start, Settings(), 1)
+    save_finetuned(tmp_path / "model", task, Settings(), start.config, dict(model.state_dict()),
+                   start.tokenizer)
+    table, out = tmp_path / "new.csv", tmp_path / "one.jsonl"
+    table.write_text("id,words,extra\n" + "".join(
+        f"{n},{' '.join(WORDS[: 1 + n % 9])},x\n" for n in range(90)))
+    processes = start_ranks(
+        2, ["--model", str(tmp_path / "model"), "--data", str(table), "--out",
+            str(tmp_path / "two.jsonl"), "--keep", "id", "--global_batch_size", "8"],
+        tmp_path / "log", PREDICT)
+    monkeypatch.setattr("deberta_ds.finetuning.predict_file.BLOCK_ROWS", 7)  # blocks change nothing
+    predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
+                 global_batch_size=8, max_length=256, keep=["id"])
+    assert wait_for_ranks(processes, 120) == [0, 0], (tmp_path / "log").read_text()
+    one, two = ([json.loads(line) for line in file.read_text().splitlines()]
+                for file in (out, tmp_path / "two.jsonl"))
+    assert [line["id"] for line in two] == [str(n) for n in range(90)]
+    for first, second in zip(one, two, strict=True):
+        assert first["prediction"] == second["prediction"]
+        assert first["probabilities"] == pytest.approx(second["probabilities"], abs=2e-5)
+
+
+def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_whole(
+        process_group, tmp_path, monkeypatch):
+    start = tiny_start()
+    task = load_own_task(write_task(tmp_path, "classification", rows_of("classification")))[0]
+    model = build_model(task, start, Settings(), 1)
+    save_finetuned(tmp_path / "model", task, Settings(), start.config, dict(model.state_dict()),
+                   start.tokenizer)
+    table, out = tmp_path / "new.jsonl", tmp_path / "out" / "new.jsonl"
+    table.write_text("".join(json.dumps({"words": " ".join(WORDS[: 1 + n % 9]), "extra": "x",
+                                         "n": n}) + "\n" for n in range(30)))
+    out.parent.mkdir()
+    out.write_text("old\n")
+    monkeypatch.setattr(module, "BLOCK_ROWS", 7)
+    scored, calls = module.score_split, []
+
+    def stopped(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return scored(*arguments, **options)
+
+    def predict() -> int:
+        return predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
+                            global_batch_size=4, max_length=64, keep=["n"])
+
+    monkeypatch.setattr(module, "score_split", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        predict()
+    assert [file.name for file in out.parent.iterdir()] == ["new.jsonl"]
+    assert out.read_text() == "old\n"
+    assert predict() == 30
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["idx"], line["n"]) for line in lines] == [(n, n) for n in range(30)]
+    for wrong, said in ((out.parent, "is a directory"), (table, "is the table that is predicted")):
+        with pytest.raises(UserError, match=f"--out .*: {said}"):  # not after hours, and not lost
+            predict_file(load_finetuned(tmp_path / "model"), table, wrong, torch.device("cpu"),
+                         global_batch_size=4, max_length=64)
+    table.write_text('{"words": "a", "extra": "b", "start": 1, "n": 2}\n')
+    with pytest.raises(UserError, match="--keep start: predictions have a value of that name"):
+        predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
+                     global_batch_size=4, max_length=64, keep=["start"])
+
+
+@pytest.mark.multi
+def test_the_first_page_of_the_docs_works_as_it_is_written(process_group, tmp_path):
+    """A new user's road: the task file and both commands of docs/finetuning.md, as they stand."""
+    text = (ROOT / "docs" / "finetuning.md").read_text()
+    task, commands = re.findall(r"```\n(.*?)```", text, re.DOTALL)[:2]
+    (tmp_path / "tickets.toml").write_text(task)
+    lines = [f'{n},{WORDS[n % 5]},"a long, {WORDS[n % 3]} text",{("mail", "phone")[n % 2]}'
+             for n in range(24)]
+    for name in ("train.csv", "val.csv", "new.csv"):
+        (tmp_path / name).write_text("\n".join(["id,title,body,queue", *lines]) + "\n")
+    start, settings = tiny_start(), Settings()
+    model = build_model(task_named("RTE"), start, settings, 1)
+    save_finetuned(tmp_path / "runs/base/hf", task_named("RTE"), settings, start.config,
+                   dict(model.state_dict()), start.tokenizer)
+    for number, command in enumerate(commands.splitlines()):
+        _, script, *words = command.split()
+        words = [str(tmp_path / word) if re.search(r"[/.]", word) else word for word in words]
+        log = run_ranks(1, words, tmp_path / f"log{number}", ROOT / script)
+        assert "Traceback" not in log
+        if script.endswith("finetune.py"):
+            assert "tickets: 2 labels: mail (12), phone (12)" in log
+            assert "<h1>" in (tmp_path / "runs/mine/report.html").read_text()
+            card = (tmp_path / "runs/mine/tickets/seed-1/model/README.md").read_text()
+            assert "train.csv, 24 examples" in card and str(tmp_path) not in card
+    found = [json.loads(line) for line in (tmp_path / "predictions.jsonl").open()]
+    assert [line["id"] for line in found] == [str(n) for n in range(24)]
+    assert all(line["prediction"] in ("mail", "phone") for line in found)
+
+
+def test_val_is_a_share_of_train_without_a_val_table(process_group, tmp_path):
+    rows = rows_of("classification", 20)
+    path = write_task(tmp_path, "classification", rows, "epochs = 1", val=None, val_share=0.3)
+    result = train(path, tmp_path / "out")
+    assert result["train"][1] == 14 and result["val"][1] == 6
+
+
+def test_a_directory_of_the_tasks_own_name_does_not_stand_for_its_tables(tmp_path, monkeypatch):
+    """mine/task.toml of the task "mine", started one directory above: mine/val.jsonl was read as
+    a benchmark's file, and asked for "idx"."""
+    rows = rows_of("classification", 12)
+    path = write_task(tmp_path / "mine", "classification", rows, val="val.jsonl")
+    (tmp_path / "mine" / "val.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    (tmp_path / "mine" / "test.jsonl").write_text("not a row of this task\n")
+    monkeypatch.chdir(tmp_path)
+    task = load_own_task(path)[0]
+    assert [len(read_split(task, ".", split).examples) for split in ("train", "val")] == [12, 1]
+    with pytest.raises(UserError, match="mine: its task file names no test table"):
+        read_split(task, ".", "test")
+
+
+def test_a_small_regression_keeps_its_digits():
+    """Predictions were rounded to four decimals, as nobody asked."""
+    task = dataclasses.replace(task_named("RTE"), head="regress", labels=("score",))
+    assert as_written(task, float(np.float32(3.7123456e-5))) == 3.712346e-05
+
+
+def test_text_that_the_tokenizer_does_not_know_is_named(process_group, tmp_path, capsys):
+    """A model of another script than the task's trained on nothing but [UNK], in silence."""
+    tokenizer = Tokenizer(directory_of("bert"))
+    start = dataclasses.replace(tiny_start(), tokenizer=tokenizer, config=dataclasses.replace(
+        tiny_start().config, vocab_size=tokenizer.size))
+    rows = [row | {"words": "ያልታወቀ ጽሑፍ"} for row in rows_of("classification", 8)]
+    said = []
+    train(write_task(tmp_path, "classification", rows, "epochs = 1"), tmp_path / "out", start=start,
+          say=said.append)
+    (unknown,) = {line for line in said if "unknown pieces" in line}
+    assert "train.jsonl" in unknown and "random:tiny was not trained on text like this" in unknown
+    saved = load_finetuned(tmp_path / "out" / "mine" / "seed-1" / "model")
+    predict_file(saved, tmp_path / "train.jsonl", tmp_path / "out.jsonl", torch.device("cpu"),
+                 global_batch_size=8, max_length=64)
+    assert "unknown pieces" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""What a user gets wrong in a task of one's own, and what is said."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_finetune_own import rows_of, write_task
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning import sweep
+from deberta_ds.finetuning.own import load_own_task
+from deberta_ds.finetuning.readers import read_split
+from deberta_ds.finetuning.settings import resolve
+
+# What a user gets wrong, and what is said.
+MISTAKES = [
+    ({"kind": "classify"}, r"kind = 'classify': input should be 'classification'"),
+    ({"texts": []}, "texts = .*must not be empty"),
+    ({"train": ""}, "train = .*must not be empty"),
+    ({"texts": ["word"]}, "no column 'word'; there are words, extra, label"),
+    ({"label": "lable"}, r"no column 'lable' \(label in .*task.toml\); there are words"),
+    ({"train": "tarin.csv"}, r"task.toml: train = 'tarin.csv': .*/tarin.csv: no such file"),
+    ({"train": "train.xlsx"}, "train.xlsx: "),
+    ({"lables": ["a"]}, "lables: unknown key; did you mean labels"),
+    ({"labels": ["animal", "thin"]}, "must be one of 'animal', 'thin', found 'thing'"),
+    ({"metrics": ["acuracy"]}, "'acuracy' is not of kind.*; did you mean accuracy"),
+    ({"metrics": ["f1"]}, "'f1' is not of kind = 'classification', which has accuracy, macro_f1"),
+    ({"kind": "regression", "metrics": ["accuracy"]}, "which has pearson, spearman"),
+    ({"labels": ["animal", "thing", "x"], "metrics": ["matthews"]}, "'matthews' is of two labels"),
+    ({"labels": ["animal", "thing", "thing"]}, "labels names a label twice: animal, thing, thing"),
+    ({"kind": "spans", "texts": ["extra", "words"], "label": "labl"}, "no column 'labl'"),
+    ({"metrics": ["binary_f1"]}, "the F1 of the second of two labels.*labels = .*animal"),
+    ({"texts": ["label"], "label": "words"}, "column 'label' cannot be a text .* rename"),
+    ({"choices": ["a"]}, 'choices are needed for kind = "choice", and for no other kind'),
+    ({"kind": "tags", "texts": ["words"]}, r"field \"words\"|tags for|must be"),
+    ({"kind": "regression"}, "must be a number|finite number"),
+    ({"name": "RTE"}, "not a benchmark's task"),
+    ({"val_share": 1.5}, "val_share = 1.5: must be below 1"),
+    ({"kind": "spans", "texts": ["words"]}, "texts must name two columns, the question and the"),
+    ({"kind": "spans", "texts": ["extra", "words"]}, "'thing' is nowhere in field \"words\""),
+    ({"start": "at"}, 'start is for kind = "spans" only'),
+    ({"train": "train.jsonl", "settings": "class_weights = {animl = 2.0}"},
+     "class_weights: no label 'animl'; did you mean animal"),
+    ({"kind": "tags", "settings": 'class_weights = "balanced"', "texts": ["words"]},
+     "only a classification with one label"),
+    ({"settings": "epoch = 3"}, "epoch: unknown key; did you mean epochs"),
+    ({"language": "xx"}, 'language is for kind = "spans" only'),
+    ({"group": "label"}, "column 'label' cannot be .* the group: a row has its idx, id, label"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MISTAKES)
+def test_a_mistake_is_one_clear_error(tmp_path, change, message):
+    kind = change.get("kind", "classification")
+    rows = rows_of("tags" if "settings" in change and kind == "tags" else "classification", 6)
+    path = write_task(tmp_path, kind, rows, **{k: v for k, v in change.items() if k != "kind"})
+    with pytest.raises(UserError, match=message):
+        task, _, _ = load_own_task(path)
+        resolve(task, {})
+        read_split(task, ".", "train")
+
+
+def test_labels_and_columns_that_only_look_alike_are_refused(tmp_path):
+    """One label was two, and a column was missing beside its own name."""
+    rows = rows_of("classification", 6)
+    spelled = [row | {"label": "caf\u00e9" if number % 2 else "cafe\u0301"}
+               for number, row in enumerate(rows)]
+    with pytest.raises(UserError, match=r"'caf\\xe9'.*write them in one way|'cafe\\u0301' and"):
+        load_own_task(write_task(tmp_path, "classification", spelled))
+    named = [{"cate\u0301gorie" if key == "label" else key: value for key, value in row.items()}
+             for row in rows]
+    with pytest.raises(UserError, match=r"'cate\\u0301gorie' only looks like 'cat\\xe9gorie'"):
+        load_own_task(write_task(tmp_path, "classification", named, label="cat\u00e9gorie"))
+
+
+@pytest.mark.parametrize(("tags", "said"), [
+    (["X-ANIMAL", "O"], "tag 'X-ANIMAL' is not of IOB, IOBES, BILOU or BMES"),
+    ([3, 0], "the tags are numbers.*tag_accuracy")])
+def test_tags_that_do_not_say_where_spans_begin_are_refused(tmp_path, tags, said):
+    rows = [{"words": ["cat", "moon"], "label": tags}] * 4
+    with pytest.raises(UserError, match=said):
+        load_own_task(write_task(tmp_path, "tags", rows, texts=["words"]))
+
+
+def test_a_task_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="no such task file"):
+        load_own_task(tmp_path / "none.toml")
+
+
+def test_skipped_test_tables_are_not_read(tmp_path):
+    rows = rows_of("classification", 8)
+    path = write_task(tmp_path, "classification", rows, test="broken.jsonl")
+    (tmp_path / "broken.jsonl").write_text("{")
+    task, own, _ = load_own_task(path)
+    plan = sweep.Sweep(tasks=(task,), num_seeds=1, start=None, data=".", out=tmp_path, deepspeed={},
+                       device=torch.device("cpu"), predict_test=False)
+    assert sweep.read_task(plan, task)[2] == {}
+    with pytest.raises(UserError, match="broken.jsonl"):
+        sweep.read_task(dataclasses.replace(plan, predict_test=True), task)
+    for option in ({"init_from": {"RTE": "x"}}, {"carved": ("RTE",)}):
+        with pytest.raises(UserError, match="RTE: is none of the tasks of this run, mine"):
+            sweep.run_all(dataclasses.replace(plan, **option))
+
+
+@pytest.mark.parametrize("label", ["1_000", "1,5", "nan", "x"])
+def test_a_number_that_could_mean_another_is_refused(tmp_path, label):
+    rows = [{"words": "a cat", "extra": "b", "stars": text} for text in ("1.5", "2", label, "-3e2")]
+    path = write_task(tmp_path, "regression", rows, label="stars")
+    with pytest.raises(UserError, match='train.jsonl:3: field "stars" must be .*number'):
+        read_split(load_own_task(path)[0], ".", "train")

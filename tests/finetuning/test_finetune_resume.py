@@ -1,0 +1,198 @@
+"""A fine-tuning run that was killed ends as if it had not been; bad steps change no weight."""
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import rank_helpers
+import torch
+from superglue_helpers import SAMPLE
+from test_finetune_loop import QUICK, ROOT, common, plan
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning import job as finetune_job
+from deberta_ds.finetuning import loop, resume, sweep
+from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.training.step import train_step
+
+WORKER = ROOT / "tests/workers/finetune_killed.py"
+# Four updates an epoch, with dropout; the best evaluation is the third of four.
+SETTINGS = ("--task", "CB", "--all.learning_rate=4e-3", "--all.epochs=2", "--all.evals_per_epoch=2",
+            "--all.global_batch_size=6", "--all.micro_batch_size=3", "--all.train_rows=24",
+            "--all.patience=2")
+
+
+def start(out: Path, ranks: int, step: int, saves: str, *more: str, nan_row: int = -1) -> list[int]:
+    """Return the exit codes of a run that is killed before update `step`."""
+    arguments = [str(step), saves, str(nan_row), *common(out), *SETTINGS, *more]
+    return rank_helpers.wait(rank_helpers.start(ranks, arguments, out / "log", WORKER))
+
+
+def everything(out: Path) -> tuple[dict, dict[str, bytes]]:
+    """Return a run's result without its time, and its files."""
+    run = out / "CB" / "seed-1"
+    result = json.loads((run / "result.json").read_text())
+    files = {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*")
+             if path.is_file() and path.name != "result.json"}
+    return result | {"seconds": 0}, files
+
+
+EACH, EVALS = (3, "each", 3), (5, "evals", 4)  # (killed before update, saves, found), in an epoch
+
+
+def check_killed(tmp_path: Path, ranks: int, kills: tuple, *more: str) -> dict:
+    """Return the result of an unbroken run, which a killed one must be equal to."""
+    assert not any(start(tmp_path / "whole", ranks, -1, "evals", *more))
+    out = tmp_path / "killed"
+    for step, saves, found in kills:
+        assert any(start(out, ranks, step, saves, *more))
+        assert not (out / "CB" / "seed-1" / "result.json").exists()
+        newest = resume.newest(out / "CB" / "seed-1")
+        assert newest.name == f"step-{found:08d}"
+    assert not any(start(out, ranks, -1, "evals", *more))
+    assert f"goes on after step {found}, from {newest}" in (out / "log").read_text()
+    whole, killed = everything(tmp_path / "whole"), everything(out)
+    assert killed == whole
+    assert not [name for name in whole[1] if name.startswith(("resume", ".model"))]
+    return whole[0]
+
+
+def test_a_run_killed_twice_ends_with_the_same_weights_history_and_scores(tmp_path):
+    result = check_killed(tmp_path, 1, (EACH, EVALS))
+    assert (result["best_step"], result["history"][-1]["step"]) == (6, 8)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.multi
+@pytest.mark.slow
+def test_two_ranks_of_which_one_is_killed(stage, tmp_path):
+    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    check_killed(tmp_path, 2, (EACH if stage == 3 else EVALS,), "--all.sift_weight=1.0",
+                 "--deepspeed_config", str(tmp_path / "ds.json"))
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_nan_on_one_rank_ends_the_run_on_all_and_names_the_example(tmp_path):
+    assert not any(start(tmp_path, 2, -1, "evals", nan_row=7))
+    result, _ = everything(tmp_path)
+    assert result["failed"] and result["error"].count("rank ") == 1
+    assert f"{SAMPLE}/CB/train.jsonl:8" in result["error"]
+
+
+class Killed(BaseException):
+    """Stands for a kill where the test's own process goes on."""
+
+
+def kill_at(step: int, monkeypatch) -> None:
+    def step_or_die(engine, batches, **options):
+        if options["step"] == step:
+            raise Killed
+        return train_step(engine, batches, **options)
+
+    monkeypatch.setattr(loop, "train_step", step_or_die)
+
+
+@pytest.fixture
+def killed(process_group, tmp_path, monkeypatch) -> Path:
+    """Return the directory of a run that was killed after its first evaluation."""
+    kill_at(8, monkeypatch)
+    with pytest.raises(Killed):
+        sweep.run_all(plan(tmp_path, num_seeds=1))
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return tmp_path / "CB" / "seed-1"
+
+
+def test_a_checkpoint_of_another_run_is_not_taken(killed, tmp_path):
+    path = resume.newest(killed)
+    with pytest.raises(UserError, match=f"{path}: this run had settings = .*'epochs': 2.*or delete "
+                       f"{killed} to run it again"):
+        sweep.run_all(plan(tmp_path, num_seeds=1, given=(*QUICK, "--all.epochs=1")))
+    state = path / "rank-00000.safetensors"
+    state.write_bytes(state.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"(?s)no whole checkpoint to resume from.*truncated"):
+        sweep.run_all(plan(tmp_path, num_seeds=1))
+
+
+def test_best_weights_that_are_gone_are_said_at_once(killed, tmp_path):
+    load_finetuned(killed / "model")  # the best weights so far
+    (killed / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="model: is gone, the best weights of .*resume; delete"):
+        sweep.run_all(plan(tmp_path, num_seeds=1))
+
+
+def test_weights_that_no_checkpoint_knows_of_do_not_become_the_model(killed, tmp_path, monkeypatch):
+    """Killed between an evaluation and its checkpoint, a run went on with the best of later."""
+    before = {name: value.clone() for name, value in
+              load_finetuned(killed / "model").weights.items()}
+    waiting = resume.waiting(killed, 12)
+    (killed / "model").rename(waiting)
+    resume.waiting(killed, 6).mkdir()
+    for file in waiting.iterdir():  # as if killed between its removal and the renaming
+        (resume.waiting(killed, 6) / file.name).write_bytes(file.read_bytes())
+    (waiting / "model.safetensors").write_bytes(b"of step 12")
+    kill_at(9, monkeypatch)
+    with pytest.raises(Killed):
+        sweep.run_all(plan(tmp_path, num_seeds=1))
+    after = load_finetuned(killed / "model").weights
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not waiting.exists()
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(process_group, tmp_path, monkeypatch):
+    build, seen = loop.build, []
+
+    def build_with_hook(job, optim):
+        engine = build(job, optim)
+        weight = engine.module.head.classifier.weight
+        weight.register_hook(lambda gradient: gradient * torch.nan)
+        seen.extend([engine.module, {name: value.clone() for name, value
+                                     in engine.module.state_dict().items()}])
+        return engine
+
+    monkeypatch.setattr(loop, "build", build_with_hook)
+    (result,) = sweep.run_all(plan(tmp_path, num_seeds=1))
+    module, before = seen
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert result["failed"] and "step 1: the gradient is not finite" in result["error"]
+    assert "first at head.classifier.weight" in result["error"]
+    assert "CB/train.jsonl:" in result["error"] and "and 2 more" in result["error"]
+
+
+def test_every_split_is_encoded_once_for_all_seeds(process_group, tmp_path, monkeypatch):
+    """It was once in the check of all texts, and once for each seed."""
+    encoded, encode = Counter(), finetune_job.encode
+
+    def count(task, examples, *arguments, **options):
+        examples = list(examples)
+        encoded[examples[0].place] += 1
+        return encode(task, examples, *arguments, **options)
+
+    monkeypatch.setattr(finetune_job, "encode", count)
+    sweep.run_all(plan(tmp_path, given=(*QUICK, "--all.epochs=1")))
+    assert set(encoded.values()) == {1} and len(encoded) == 3  # train, val, test
+
+
+def test_when_a_checkpoint_is_due(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
+    checkpoints = resume.Checkpoints(dataclasses.make_dataclass("Job", ["out"])(Path("out")), None)
+    assert checkpoints.is_due(at_evaluation=True) and not checkpoints.is_due(at_evaluation=False)
+    checkpoints._took = 20.0  # saves every 400 s take a twentieth of the time
+    now[0] += 399
+    assert not checkpoints.is_due(at_evaluation=True)
+    now[0] += 1
+    assert checkpoints.is_due(at_evaluation=True) and checkpoints.is_due(at_evaluation=False)
+
+
+def test_the_best_evaluation_is_the_first_of_equal_ones_and_never_nan():
+    progress = resume.Progress({}, 1)
+    taken = []
+    for step, score in enumerate((float("nan"), 0.5, 0.5, 0.7, 0.6), 1):
+        progress.step = step
+        taken.append(progress.accept(score))
+    assert taken == [False, True, False, True, False]
+    assert (progress.best, progress.best_step, progress.since_best) == (0.7, 4, 1)

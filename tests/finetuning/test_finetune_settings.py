@@ -1,0 +1,102 @@
+"""Settings of fine-tuning: checked, later ones win, and every preset fits every task."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from superglue_helpers import sample, tiny_start
+from test_finetune_loop import ROOT
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.engine import ds_config
+from deberta_ds.finetuning import options
+from deberta_ds.finetuning.features import encode
+from deberta_ds.finetuning.settings import Settings, load, resolve
+from deberta_ds.finetuning.tasks import TASK_NAMES, TASKS, task_named
+
+
+def settings_of(name: str, file=None, *overrides: str) -> Settings:
+    return resolve(task_named(name), load(file, overrides, TASK_NAMES))
+
+
+def test_settings_are_checked_and_later_ones_win(tmp_path):
+    file = tmp_path / "preset.toml"
+    file.write_text("[all]\nepochs = 3\nglobal_batch_size = 8\n[RTE]\nepochs = 4\n")
+    given = ("--all.global_batch_size=24", "--CB.epochs=9", "--RTE.patience=1")
+    rte = settings_of("RTE", file, *given)
+    assert (rte.epochs, rte.global_batch_size, rte.patience, rte.max_length) == (4, 24, 1, 320)
+    assert settings_of("CB", file, "--CB.epochs=9").epochs == 9
+    assert settings_of("RTE", file, "--all.epochs=1").epochs == 1  # the file's [RTE] won before
+    assert settings_of("RTE", file, "--RTE.epochs=2", "--all.epochs=1").epochs == 2
+    assert settings_of("SQuAD-v2.0", file, "--SQuAD-v2.0.max_length=400").max_length == 400
+    for text, message in (
+        ("[RTE]\nepoch = 3\n", "settings of RTE\n  epoch: unknown key; did you mean epochs"),
+        ("[CB]\nepoch = 3\n", "settings of CB\n  epoch: unknown key"),  # another task's, too
+        ("[RTE]\nepochs = 0\n", "epochs = 0: must be at least 1"),
+        ("[RTE]\nepochs = 1.5\n", "epochs = 1.5: input should be a valid integer"),
+        ("[RTTE]\nepochs = 1\n", r"\[RTTE\] is not a table .* did you mean RTE"),
+        ("epochs = 1\n", r"\[epochs\] is not a table named all or after a task"),
+        ("[RTE\n", "not valid TOML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            settings_of("RTE", file)
+    for override, message in (("--epochs=1", "a setting is written --all.epochs="),
+                              ("--RTTE.epochs=1", r"\[RTTE\] is not a table .* did you mean RTE"),
+                              ("epochs", "not an option")):
+        with pytest.raises(UserError, match=message):
+            settings_of("RTE", None, override)
+    with pytest.raises(UserError, match="no such settings file"):
+        settings_of("RTE", tmp_path / "none.toml")
+    with pytest.raises(UserError, match="cannot be read"):
+        settings_of("RTE", tmp_path)
+
+
+def test_the_metric_that_chooses_must_be_one_of_the_tasks():
+    assert settings_of("CB", None, "--CB.best_metric=accuracy").best_metric == "accuracy"
+    with pytest.raises(UserError, match="best_metric = 'f1' is not one of its metrics, macro_f1"):
+        settings_of("CB", None, "--CB.best_metric=f1")
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Settings)
+                                  if field.type in (int, float)])
+def test_no_setting_takes_nonsense(name):
+    """NaN and infinity passed `x <= 0`, and a run trained to its end with them."""
+    for value in ("nan", "inf", "-inf", "-5", "1e400", "99999999999999999999999", '"x"', "[]"):
+        try:
+            found = getattr(settings_of("RTE", None, f"--all.{name}={value}"), name)
+        except UserError as error:
+            assert name in str(error)
+        else:  # large rates and lengths are a user's own affair, as long as they are numbers
+            assert np.isfinite(found) and (found >= 0 or name == "dropout")
+
+
+PRESETS = sorted((ROOT / "launch" / "runs" / "superglue").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_file_resolves_for_every_task_and_fits_its_texts(path):
+    for task in TASKS:
+        settings = settings_of(task.name, path)
+        assert settings.max_length >= 128
+        if task.name in ("RTE", "COPA", "WiC"):
+            examples = sample(task.name).examples
+            encode(task, examples, tiny_start().tokenizer, max_length=settings.max_length,
+                   window_overlap=settings.window_overlap)
+
+
+def test_there_is_a_preset_for_every_size():
+    assert [path.stem for path in PRESETS] == ["1p5b", "base", "demo", "large", "small", "xsmall"]
+
+
+@pytest.mark.parametrize(("gpus", "able", "name"), [
+    (0, True, "fp32 without ZeRO"), (1, False, "fp32 without ZeRO"),
+    (8, True, "ds_configs/zero1_bf16.json")])
+def test_a_gpu_with_bf16_takes_it_unless_told(monkeypatch, gpus, able, name):
+    """In fp32 a GPU's kernels lie idle, and that was the default."""
+    monkeypatch.setattr("deberta_ds.cluster.driver.count_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: able)
+    found, values = options._deepspeed(None)
+    assert found == name and ds_config.precision(values) == ("bf16" if "bf16" in name else "fp32")
+    assert options._deepspeed("ds_configs/zero1_fp32.json")[0] == "ds_configs/zero1_fp32.json"

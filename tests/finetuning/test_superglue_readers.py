@@ -1,0 +1,248 @@
+"""SuperGLUE files: every official form is read alike, every broken one is one clear error."""
+
+import copy
+import json
+import zipfile
+
+import pytest
+from superglue_helpers import ALL_TASKS, FEW, REAL, SAMPLE, needs_real, sample
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning.layouts import examples_of, find_phrase, without_highlight_marks
+from deberta_ds.finetuning.readers import carve, has_split, read_split
+from deberta_ds.finetuning.tasks import TASKS, task_named
+
+
+@pytest.mark.parametrize("name", [task.name for task in TASKS])
+def test_directory_task_zip_and_combined_zip_give_the_same_examples(name, tmp_path):
+    task = task_named(name)
+    wanted = read_split(task, SAMPLE, "test", any_size=True).examples
+    inside = f"{name}/{name if task.predicted_by else 'test'}.jsonl"
+    for archive, prefix in ((tmp_path / "a" / f"{name}.zip", ""),
+                            (tmp_path / "b" / "combined.zip", "data/")):
+        archive.parent.mkdir()
+        with zipfile.ZipFile(archive, "w") as opened:
+            opened.write(SAMPLE / inside, prefix + inside)
+        assert read_split(task, archive.parent, "test", any_size=True).examples == wanted
+        assert read_split(task, archive, "test", any_size=True).examples == wanted
+
+
+def _hub_rows(name: str) -> list[dict]:
+    """Return the sample's train rows as the Hub's table has them (flat, with class numbers)."""
+    lines = [json.loads(line) for line in (SAMPLE / name / "train.jsonl").open()]
+    if name == "MultiRC":
+        return [
+            {"paragraph": line["passage"]["text"], "question": q["question"], "answer": a["text"],
+             "idx": {"paragraph": line["idx"], "question": q["idx"], "answer": a["idx"]},
+             "label": a["label"]}
+            for line in lines for q in line["passage"]["questions"] for a in q["answers"]
+        ]
+    if name == "ReCoRD":
+        rows = []
+        for line in lines:
+            text, entities = line["passage"]["text"], line["passage"]["entities"]
+            spans = {"text": [text[e["start"] : e["end"] + 1] for e in entities],
+                     "start": [e["start"] for e in entities],
+                     "end": [e["end"] + 1 for e in entities]}
+            rows += [
+                {"passage": text, "query": qa["query"], "entities": sorted(set(spans["text"])),
+                 "entity_spans": spans, "answers": sorted({a["text"] for a in qa["answers"]}),
+                 "idx": {"passage": line["idx"], "query": qa["idx"]}}
+                for qa in line["qas"]
+            ]
+        return rows
+    numbers = {"entailment": 0, "contradiction": 1, "neutral": 2, "not_entailment": 1}
+    rows = []
+    for line in lines:
+        row = line | line.pop("target", {})
+        row.pop("version", None)
+        row["label"] = numbers.get(row["label"], row["label"])
+        rows.append(row | {"label": int(row["label"])})
+    return rows
+
+
+@pytest.mark.parametrize("name", ALL_TASKS)
+def test_hub_parquet_gives_the_same_examples(name, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    task = task_named(name)
+    (tmp_path / task.hub).mkdir()
+    table = datasets.Dataset.from_list(_hub_rows(name))
+    table.to_parquet(str(tmp_path / task.hub / "train-00000-of-00001.parquet"))
+    found = read_split(task, tmp_path, "train", any_size=True).examples
+    for mine, wanted in zip(found, sample(name).examples, strict=True):
+        assert mine.key == wanted.key and mine.label == wanted.label
+        assert mine.sequences == wanted.sequences and mine.spans == wanted.spans
+        assert set(mine.gold) == set(wanted.gold)
+
+
+def test_broken_parquet_is_one_error(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "rte").mkdir()
+    (tmp_path / "rte" / "train-00000-of-00001.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(UserError, match="train-00000-of-00001.parquet: damaged or cut short"):
+        read_split(task_named("RTE"), tmp_path, "train", any_size=True)
+    # It was "no test split".
+    with pytest.raises(UserError, match="train-00000-of-00001.parquet: damaged or cut short"):
+        has_split(task_named("RTE"), tmp_path, "train")
+    assert not has_split(task_named("RTE"), tmp_path, "test")
+
+
+def _without(key):
+    return lambda line: line.pop(key)
+
+
+def _with(**values):
+    return lambda line: line.update(values)
+
+
+BREAKS = [
+    ("BoolQ", _with(label="true"), 'field "label" must be true or false'),
+    ("BoolQ", _without("passage"), 'field "passage" is missing'),
+    ("CB", _with(label="maybe"), 'must be one of \'contradiction\', \'neutral\', \'entailment\''),
+    ("RTE", _with(idx="3"), 'field "idx" must be an integer'),
+    ("RTE", _with(idx=True), 'field "idx" must be an integer, found true'),
+    ("RTE", _with(premise="  "), 'field "premise" is empty'),
+    ("RTE", _without("label"), 'field "label" is missing'),
+    ("COPA", _with(question="why"), '"question" must be "cause" or "effect"'),
+    ("COPA", _with(label=2), "must be one of 0, 1"),
+    ("WiC", _with(end1=999), "outside"),
+    ("WiC", _with(start2=1.5), 'field "start2" must be an integer'),
+    ("WSC", _with(target=[1]), 'field "target" must be a JSON object'),
+    ("WSC", lambda line: line["target"].update(span1_text="zebra"), "nowhere near word"),
+    ("MultiRC", _with(version=1.0), '"version" must be 1.1'),
+    ("MultiRC", lambda line: line["passage"]["questions"][0]["answers"][1].update(label="0"),
+     r'passage.questions\[0\].answers\[1\].label" must be an integer'),
+    ("ReCoRD", lambda line: line["passage"]["entities"][0].update(end=9999), "outside its passage"),
+    ("ReCoRD", lambda line: line["qas"][0].update(query="no gap"), "has no @placeholder"),
+    ("ReCoRD", lambda line: line["qas"][0].update(answers=[]), "no answer of query"),
+    ("ReCoRD", lambda line: line["passage"].update(entities=[]), "no entities"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), BREAKS)
+def test_a_wrong_field_names_file_line_and_format(name, damage, message, tmp_path):
+    lines = (SAMPLE / name / "train.jsonl").read_text().splitlines()
+    value = copy.deepcopy(json.loads(lines[-1]))
+    damage(value)
+    (tmp_path / name).mkdir()
+    file = tmp_path / name / "train.jsonl"
+    file.write_text("\n".join([*lines[:-1], json.dumps(value)]))
+    with pytest.raises(UserError, match=message) as caught:
+        read_split(task_named(name), tmp_path, "train", any_size=True)
+    assert f"{file}:{len(lines)}: " in str(caught.value)
+    assert "expected format: {" in str(caught.value)
+
+
+def test_a_cut_line_a_short_file_and_a_repeated_idx_are_errors(tmp_path):
+    data = (SAMPLE / "RTE" / "val.jsonl").read_bytes()
+    (tmp_path / "RTE").mkdir()
+    file = tmp_path / "RTE" / "val.jsonl"
+    cases = [(data[:-20], r"val.jsonl:16: not a JSON object"),
+             (data, "16 predictions, but the official RTE val has 277: the file is truncated"),
+             (data + data.splitlines(keepends=True)[0], r"idx \(0,\) was already used at .*:1"),
+             (data[:60] + b"\xff" + data[60:], "val.jsonl:1: invalid UTF-8"),
+             (b"", "not a single example")]
+    for content, message in cases:
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            read_split(task_named("RTE"), tmp_path, "val", any_size=message[:2] != "16")
+    file.unlink()
+    with pytest.raises(UserError, match=r"RTE val is not there: looked for .*RTE.zip"):
+        read_split(task_named("RTE"), tmp_path, "val")
+    (tmp_path / "RTE.zip").write_bytes(b"PK\x03\x04 cut")
+    with pytest.raises(UserError, match="not a whole zip"):
+        read_split(task_named("RTE"), tmp_path, "val")
+    with pytest.raises(UserError, match="no such directory.*RTE/val.jsonl.*--data hub"):
+        read_split(task_named("RTE"), tmp_path / "nowhere", "val")
+
+
+def test_a_line_separator_inside_a_text_is_no_line_end(tmp_path):
+    line = {"premise": "One\u2028two.", "hypothesis": "b", "label": "entailment", "idx": 0}
+    (tmp_path / "RTE").mkdir()
+    text = json.dumps(line, ensure_ascii=False)
+    (tmp_path / "RTE" / "train.jsonl").write_text(text, encoding="utf-8")
+    assert len(read_split(task_named("RTE"), tmp_path, "train", any_size=True).examples) == 1
+
+
+def test_mnli_is_read_from_the_glue_file(tmp_path):
+    (tmp_path / "MNLI").mkdir()
+    header = "index\tsentence1\tsentence2\tlabel1\tgold_label\n"
+    file = tmp_path / "MNLI" / "train.tsv"
+    file.write_text(header + '0\tA "quoted premise.\tA cat.\tneutral\tneutral\n')
+    (example,) = read_split(task_named("mnli"), tmp_path, "train", any_size=True).examples
+    assert example.sequences == (('A "quoted premise.', "A cat."),) and example.label == 1
+    file.write_text(header + "0\tonly two\n")
+    with pytest.raises(UserError, match="train.tsv:2: 2 columns, the header has 5"):
+        read_split(task_named("mnli"), tmp_path, "train", any_size=True)
+
+
+def test_copa_puts_the_cause_first():
+    line = {"premise": "P", "choice1": "A", "choice2": "B", "question": "cause", "label": 1}
+    for idx, (question, wanted) in enumerate(
+        [("cause", (("A", "P"), ("B", "P"))), ("effect", (("P", "A"), ("P", "B")))]):
+        value = line | {"question": question, "idx": idx}
+        (example,) = examples_of(task_named("COPA"), "here", value, "train")
+        assert example.sequences == wanted and example.label == 1
+
+
+def test_record_mentions_count_the_last_character_and_all_gold_strings():
+    first, second = sample("ReCoRD").examples
+    assert first.names == ("Velm", "Anna Brandt", "Paul Reyes", "Velm", "Reyes")
+    assert first.gold == ("Anna Brandt",) and second.gold == ("Paul Reyes", "Reyes")
+
+
+def test_highlight_marks_become_stops_and_move_nothing():
+    text = "He won\n@highlight\nA cup!\n@highlight\nB"
+    shown = without_highlight_marks(text)
+    assert len(shown) == len(text) and "@highlight" not in shown
+    assert shown.index("A cup!") == text.index("A cup!") and shown.startswith("He won. ")
+    assert "!." not in shown and shown.endswith("B")
+
+
+def test_find_phrase():
+    text = "Mark told  Pete many lies; he, Pete's friend, was\nsorry."
+    assert text[slice(*find_phrase(text, "mark", 0))] == "Mark"
+    assert text[slice(*find_phrase(text, "he", 5))] == "he"
+    assert text[slice(*find_phrase(text, "Pete", 6))] == "Pete"  # without 's
+    assert text[slice(*find_phrase(text, "was sorry", 8))] == "was\nsorry"
+    assert text[slice(*find_phrase(text, "sorry", 7))] == "sorry"  # two words off
+    assert text[slice(*find_phrase(text, "Mark and Pete", 0))] == "Mark"  # not contiguous
+    assert find_phrase(text, "zebra", 3) is None
+
+
+@needs_real
+def test_official_files_have_the_official_sizes_and_every_phrase_is_found():
+    for task in TASKS:
+        for split in ("train", "val", "test"):
+            if task.count(split) and (task.name, split) != ("BoolQ", "train"):
+                if task.name == "ReCoRD":
+                    continue
+                assert len(read_split(task, REAL, split).examples) == task.count(split)
+    val = read_split(task_named("WSC"), REAL, "val").examples
+    first, second = val[42].spans  # the file's index is off by one here
+    assert val[42].sequences[0][0][second.start : second.end] == "it"
+
+
+@needs_real
+def test_carving_boolq_shares_no_passage_and_loses_no_row():
+    val = read_split(task_named("BoolQ"), REAL, "val")
+    train, kept = carve(val, 0.8, 0)
+    passages = [{e.sequences[0][0] for e in part.examples} for part in (train, kept)]
+    assert not passages[0] & passages[1]
+    assert sorted(e.key for part in (train, kept) for e in part.examples) == sorted(
+        e.key for e in val.examples)
+    assert 0.78 < len(train.examples) / len(val.examples) < 0.82
+    assert carve(val, 0.8, 0) == (train, kept)
+
+
+@needs_real
+def test_fewglue_samples_are_read_only_when_allowed():
+    assert len(read_split(task_named("ReCoRD"), FEW, "train", any_size=True).examples) == 32
+    with pytest.raises(UserError, match="--any_size"):
+        read_split(task_named("ReCoRD"), FEW, "train")
+
+
+def test_names_are_the_leaderboards():
+    assert len(TASKS) == 10 and "AX-b" in {task.name for task in TASKS}
+    with pytest.raises(UserError, match="unknown task 'QQX'"):
+        task_named("QQX")

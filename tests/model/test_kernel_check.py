@@ -1,0 +1,91 @@
+"""The check of a kernel in a process of its own: how it ends, and where a pass is kept."""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.model.kernels import kernel_check
+from deberta_ds.model.kernels.kernel_check import Verdict
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path):
+    """Function that checks under a stand-in for Python, a shell script."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(kernel_check, "_missing", lambda: "")
+    monkeypatch.setattr(kernel_check, "_MOST_SECONDS", 1)
+    script = tmp_path / "python"
+
+    def check(commands: str) -> Verdict:
+        script.write_text(f"#!/bin/sh\ncat > /dev/null\necho run >> {tmp_path}/runs\n{commands}\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        return kernel_check.check(torch.device("cpu"), torch.bfloat16, "kind", [], partial(print))
+
+    monkeypatch.setattr(kernel_check, "verdicts", {})
+    yield check
+
+
+@pytest.mark.parametrize(("commands", "words"), [
+    ("echo misaligned >&2; kill -SEGV $$", "its process ends with SIGSEGV\nmisaligned"),
+    ("seq 300 >&2; echo fatal error: Python.h >&2; exit 1", "299\n300\nfatal error: Python.h"),
+    ("exec sleep 30", "it does not end in 1 s"),
+    ("echo '[0.1, \"keys\"]'", "keys off by 1.0e-01 where 1.5e-02 is allowed"),
+    ("echo '[NaN, \"keys\"]'", "keys off by nan where")])
+def test_a_check_that_does_not_pass_says_why_in_full(check, commands, words):
+    """Of a compiler's error 200 characters were shown, and a fault of the GPU ended the run."""
+    verdict = check(commands)
+    assert not verdict.passed and words in verdict.text
+    assert not kernel_check.results_file().exists()
+    assert check("exit 0") is verdict  # a rank asks once
+
+
+def test_a_pass_is_kept_on_this_node(check, tmp_path):
+    passing = "echo a line of a library; echo '[0.001, \"keys\"]'"
+    assert "largest error 1.0e-03, in " in check(passing).text
+    kernel_check.verdicts.clear()  # another process
+    kept = check("exit 1")
+    assert kept.passed and "kept in " in kept.text
+    kernel_check.verdicts.clear()
+    kernel_check.results_file().write_text("not json")
+    assert check(passing).passed and (tmp_path / "runs").read_text().count("run") == 2
+
+
+def test_a_kernel_that_fails_on_one_rank_fails_on_all(monkeypatch):
+    monkeypatch.setattr(kernel_check, "verdicts", {"a": Verdict(True, ""), "b": Verdict(False, "")})
+    kernel_check.merge({"a": Verdict(False, "theirs"), "b": Verdict(True, ""),
+                        "c": Verdict(True, "")})
+    assert [kernel_check.verdicts[key].passed for key in "abc"] == [False, False, True]
+
+
+@pytest.mark.parametrize(("tools", "header", "words"), [
+    ((), True, "no C compiler (apt install gcc"), (("gcc",), False, "(apt install python3-dev)"),
+    (("clang",), True, "")])
+def test_what_triton_needs_is_looked_for(monkeypatch, tmp_path, tools, header, words):
+    """`apt install python3-venv make gcc` brings no Python.h, and every kernel fell back."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in tools else None)
+    monkeypatch.setattr("sysconfig.get_path", lambda *names: str(tmp_path))
+    if header:
+        (tmp_path / "Python.h").touch()
+    assert words in (missing := kernel_check._missing()) and bool(missing) == bool(words)
+
+
+def test_what_triton_compiles_stays_on_this_node(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    for given, wanted in ((None, str(kernel_check._own_directory() / "triton")), ("own", "own")):
+        if given:
+            monkeypatch.setenv("TRITON_CACHE_DIR", given)
+        kernel_check.keep_on_this_node()
+        assert kernel_check.os.environ["TRITON_CACHE_DIR"] == wanted
+    assert kernel_check._own_directory().stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    (tmp_path / "deberta_ds-12345").mkdir()
+    with pytest.raises(UserError, match="deberta_ds-12345 belongs to another user"):
+        kernel_check.keep_on_this_node()

@@ -1,0 +1,252 @@
+"""Signals, frozen and killed ranks, and bad steps: what the job does, and what it says."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import rank_helpers
+from launching import ROOT, deepspeed_json, make_run
+
+from deberta_ds.base.errors import EXIT_REQUEUE, UserError
+from deberta_ds.cluster import dist, lock
+from deberta_ds.cluster.watchdog import EXIT_STUCK
+from deberta_ds.config.run_config import DataConfig, TrainConfig
+from deberta_ds.tracking.records import read_metrics
+from deberta_ds.training import bad_steps, setup
+from deberta_ds.training import step as train_step
+from deberta_ds.training.bad_steps import SpikeRule
+from deberta_ds.training.step import BadStepError
+
+sys.path.insert(0, str(ROOT / "tools/faults"))
+import signal_table  # noqa: E402
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Return the arguments of a run that would take minutes, and its directory."""
+    run_file = make_run(tmp_path, steps="2000", save_every="2000", eval_every="2000",
+                        workers=str(DataConfig.workers))
+    ds_file = deepspeed_json(tmp_path / "ds.json", 3)
+    return ["--config", str(run_file), "--deepspeed_config", str(ds_file)], tmp_path
+
+
+def start_and_reach(step: int, arguments: list[str], root: Path) -> list:
+    """Start two ranks and wait until `step` is logged."""
+    processes = rank_helpers.start(2, arguments, root / "log")
+    wait_for_step(step, processes, root)
+    return processes
+
+
+def wait_for_step(step: int, processes: list, root: Path) -> None:
+    metrics, deadline = root / "out/metrics.jsonl", time.monotonic() + 400
+    while f'"step": {step},' not in (metrics.read_text() if metrics.exists() else ""):
+        assert time.monotonic() < deadline and all(p.is_alive() for p in processes), \
+            (root / "log").read_text()[-4000:]
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_signal_to_one_rank_saves_on_all_and_asks_for_a_requeue(job, number):
+    arguments, root = job
+    processes = start_and_reach(3, arguments, root)
+    os.kill(processes[1].pid, number)
+    assert rank_helpers.wait(processes) == [EXIT_REQUEUE] * 2, (root / "log").read_text()[-4000:]
+    events = [r for r in read_metrics(root / "out/metrics.jsonl") if r["kind"] == "event"]
+    assert [e["event"] for e in events] == ["start", "save", "stop"]
+    step = events[-1]["step"]
+    assert (root / f"out/checkpoints/step-{step:08d}/manifest.json").exists()
+    more = [*arguments, f"--train.stop_after={step + 1}"]
+    assert rank_helpers.wait(rank_helpers.start(2, more, root / "log")) == [0, 0]
+    steps = [r["step"] for r in read_metrics(root / "out/metrics.jsonl") if r["kind"] == "train"]
+    assert steps == list(range(1, step + 2))
+
+
+@pytest.mark.parametrize(("frozen", "number"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP),
+                                                (1, signal.SIGKILL)])
+@pytest.mark.multi
+@pytest.mark.slow
+def test_the_watchdog_names_a_frozen_or_killed_rank(job, frozen, number):
+    arguments, root = job
+    processes = start_and_reach(3, [*arguments, "--train.watchdog_seconds=10"], root)
+    victim, other = processes[frozen], processes[1 - frozen]
+    started = time.monotonic()
+    os.kill(victim.pid, number)
+    try:
+        other.join(90)
+        assert other.exitcode == EXIT_STUCK
+        assert time.monotonic() - started < 45  # 10 s where the machine is not shared
+    finally:
+        rank_helpers.kill(processes)
+    text = (root / "log").read_text()
+    assert f"rank {frozen} on {os.uname().nodename} (pid {victim.pid}): SILENT" in text
+    assert "last step" in text
+    assert "in run_to_end" in text, text  # whichever collective it waits in
+
+
+def test_spike_rule():
+    rule = SpikeRule(3.0)
+    for number in range(bad_steps.WINDOW):
+        assert rule.ceiling() > 1e300  # not before the window is full
+        rule.accept(1.0 + number % 2)  # mean 1.5, deviation 0.5
+    assert rule.ceiling() == pytest.approx(3.0)
+    assert SpikeRule(3.0, json.loads(json.dumps(list(rule.losses)))).ceiling() == rule.ceiling()
+    assert SpikeRule(0.0, rule.losses).ceiling() > 1e300
+
+
+def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeypatch):
+    """With one good step between bad ones it threw away every stretch that it had trained."""
+    path, loaded = Path("out/checkpoints/step-00000100"), []
+    monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(path))
+    monkeypatch.setattr(bad_steps.find, "load", lambda engine, path: loaded.append(path))
+    monkeypatch.setattr(bad_steps, "read_record", lambda path: SimpleNamespace(recent_losses=[]))
+    train = TrainConfig(on_spike="rollback", global_batch_size=8, micro_batch_size=8, steps=1000,
+                        initial_batch_size=0, batch_warmup_steps=0)
+    found = bad_steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None)
+    for _ in range(3):
+        for _ in range(3):  # in a row: nothing is thrown away but the bad rows
+            event, text, place = found.skip(100, "the loss is nan")
+        found.accept(1.0)
+    assert loaded == [path] * 9 and event == "rollback" and str(path) in text
+    assert place == {"first_sequence": 792, "last_sequence": 799}
+    with pytest.raises(BadStepError, match="3 rollbacks to .*step-00000100.*older one"):
+        found.skip(100, "the loss is nan")
+    path = Path("out/checkpoints/step-00000200")
+    found.accept(1.0)
+    found.skip(100, "the loss is nan")
+    assert loaded[-1] == path
+
+
+@pytest.fixture(scope="module")
+def passed_over(tmp_path_factory):
+    """({run: {step: digests of the weights before it}}, where the runs are); step 7 was bad."""
+    root = tmp_path_factory.mktemp("pass_over")
+    run_file = make_run(root, steps="12", eval_every="100")
+    files = [deepspeed_json(root / f"zero{stage}.json", stage) for stage in (1, 2, 3)]
+    files.append(ROOT / "ds_configs/zero2_fp16.json")
+    rank_helpers.run(2, [str(run_file), str(root / "out.json"), "7", f"skip={files[2]}",
+                         *(f"rollback={file}" for file in files)],
+                     root / "log", ROOT / "tests/workers/pass_over.py")
+    return json.loads((root / "out.json").read_text()), root
+
+
+@pytest.mark.parametrize("name", ["skip-zero3", "rollback-zero1", "rollback-zero2",
+                                  "rollback-zero3"])
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_bad_step_is_passed_over_and_its_rows_are_recorded(passed_over, name):
+    digests, root = passed_over
+    weights = [digests[name][str(step)] for step in range(12)]
+    before = 7 if name.startswith("skip") else 5  # no update, or the checkpoint of step 5
+    assert weights[8] == weights[before] != weights[6] and weights[9] != weights[8]
+    records = read_metrics(root / name / "metrics.jsonl")
+    event = next(r for r in records if r.get("event") == name.split("-")[0])
+    assert (event["step"], event["first_sequence"], event["last_sequence"]) == (8, 56, 63)
+    assert [r["step"] for r in records if r["kind"] == "train"] == [*range(1, 8), *range(9, 13)]
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "zero2_fp16"])
+@pytest.mark.multi
+@pytest.mark.slow
+def test_after_a_rollback_a_run_is_a_fresh_resume_without_those_rows(passed_over, kind):
+    digests, root = passed_over
+    rolled_back, fresh = (digests[f"{name}-{kind}"] for name in ("rollback", "fresh"))
+    assert [rolled_back[str(step)] for step in range(8, 12)] == [fresh[str(step)]
+                                                                 for step in range(8, 12)]
+    losses = [[(r["step"], r["loss"], r["grad_norm"]) for r in
+               read_metrics(root / f"{name}-{kind}/metrics.jsonl")
+               if r["kind"] == "train" and r["step"] > 8] for name in ("rollback", "fresh")]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_the_shipped_fp16_scale_settles_after_two_overflows(passed_over):
+    """2^12, lowered at the second overflow (hysteresis 2); no weight moves before that."""
+    digests, root = passed_over
+    records = read_metrics(root / "rollback-zero2_fp16/metrics.jsonl")
+    overflows = [(r["step"], r["loss_scale"]) for r in records if r.get("event") == "overflow"]
+    assert overflows == [(1, 4096.0), (2, 2048.0)]
+    weights = [digests["rollback-zero2_fp16"][str(step)] for step in range(4)]
+    assert weights[0] == weights[1] == weights[2] != weights[3]
+    losses = [r["loss"] for r in records if r["kind"] == "train"]
+    assert losses[-1] < losses[2]
+
+
+@pytest.mark.parametrize(("launcher", "what", "code"), [
+    ("python", "SIGTERM to the group", EXIT_REQUEUE),
+    ("python", "Ctrl-C", EXIT_REQUEUE),
+    ("deepspeed", "SIGTERM to the launcher", 128 + signal.SIGTERM)])
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_signal_saves_with_the_shipped_workers(tmp_path, launcher, what, code):
+    """The loader's worker gets the signal, too; DeepSpeed's launcher ends and leaves its ranks."""
+    result = signal_table.trial(launcher, what, DataConfig.workers, tmp_path)
+    text = (tmp_path / "log").read_text()
+    assert (result.exit_code, result.saved_step) == (code, result.last_step), text[-4000:]
+    assert result.last_step >= 3 and result.left_running == 0
+    assert "Traceback" not in text and "the same command goes on from here" in text
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once_and_says_where_the_run_goes_on(tmp_path):
+    result = signal_table.trial("python", "Ctrl-C twice", DataConfig.workers, tmp_path)
+    text = (tmp_path / "log").read_text()
+    assert (result.exit_code, result.saved_step, result.left_running) == (130, 0, 0), text[-4000:]
+    assert "The same command goes on from step 0" in text and "Traceback" not in text
+
+
+def test_a_job_that_lost_its_directory_writes_no_more(tmp_path):
+    """It stood still, another took over; a lock that is gone or damaged says nothing."""
+    mine = lock.this_process()
+    lock.check(tmp_path)
+    lock.take(tmp_path / lock.NAME, mine)
+    lock.check(tmp_path)
+    other = dataclasses.replace(mine, host="elsewhere", pid=7)
+    (tmp_path / lock.NAME).write_text(json.dumps(dataclasses.asdict(other)))
+    with pytest.raises(UserError, match="process 7 on elsewhere has taken it over"):
+        lock.check(tmp_path)
+
+
+def test_a_run_file_that_one_rank_cannot_read_is_said(tmp_path, monkeypatch):
+    """That rank's error was taken for one of every rank, which rank 0 prints: nobody did."""
+    said = []
+    monkeypatch.setattr(dist, "gather_objects", lambda problem: said.append(problem) or said)
+    with pytest.raises(UserError, match="run.json: missing") as caught:
+        setup.read_record(tmp_path)
+    assert said == [str(caught.value)] and caught.value.on_every_rank
+
+
+def test_a_loss_scale_that_cannot_fall_is_one_clear_error():
+    """DeepSpeed raises a plain Exception."""
+    def take_step():
+        raise Exception("Current loss scale already at minimum - cannot decrease scale anymore.")
+
+    engine = SimpleNamespace(optimizer=SimpleNamespace(overflow=True), step=take_step)
+    with pytest.raises(BadStepError, match="lowest loss scale; train in bf16"):
+        train_step._update(engine)
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_out_dir(job):
+    arguments, root = job
+    arguments.append("--train.global_batch_size=2")
+    first = rank_helpers.start(1, arguments, root / "log")
+    wait_for_step(2, first, root)
+    second = rank_helpers.wait(rank_helpers.start(1, arguments, root / "second.log"))
+    text = (root / "second.log").read_text()
+    assert second == [2] and "another job writes there" in text and "Traceback" not in text
+    assert f"process {first[0].pid} on" in text
+    rank_helpers.kill(first)
+    assert (root / "out" / lock.NAME).exists()
+    third = rank_helpers.wait(rank_helpers.start(1, [*arguments, "--train.stop_after=2"],
+                                                 root / "third.log"))
+    assert third == [0], (root / "third.log").read_text()[-4000:]
+    assert not (root / "out" / lock.NAME).exists()

@@ -1,0 +1,30 @@
+"""Worker: pretrain.py on a rank that is a node of its own, with a stand-in for a Triton kernel.
+
+    pretrain_checked.py CHECK DIRECTORY ARGUMENTS...: CHECK is a function of stand_in_checks
+"""
+
+import os
+import runpy
+import socket
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import stand_in_checks
+import torch
+
+from deberta_ds.model.kernels import kernel_check, kernel_table
+
+compare = partial(getattr(stand_in_checks, sys.argv.pop(1)))
+node = Path(sys.argv.pop(1), f"node{os.environ['RANK']}")
+node.mkdir()
+os.environ["LOCAL_RANK"], tempfile.tempdir, socket.gethostname = "0", str(node), lambda: node.name
+kernel_check.obstacle = lambda device: ""
+kernel_check._missing = lambda: ""
+kernel_table.KERNELS = (
+    kernel_table.Kernel("attention", "fused", "attention.reference:reference_attention",
+                        check=lambda request: kernel_check.check(
+                            torch.device("cpu"), torch.float32, "a stand-in", [], compare)),
+    *(kernel for kernel in kernel_table.KERNELS[1:] if not kernel.check))
+runpy.run_path(str(Path(__file__).parents[2] / "launch/pretrain.py"), run_name="__main__")
