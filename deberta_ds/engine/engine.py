@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -33,7 +33,7 @@ from deberta_ds.model import cpu
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
 from deberta_ds.model.kernels import kernel_check
-from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
+from deberta_ds.objectives.build import build_model, held_parameters, objective_of
 from deberta_ds.tracking import log
 
 WAIT_SECONDS = 20.0  # for other ranks, before it is said
@@ -139,19 +139,22 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     gather = partial(deepspeed.zero.GatheredParameters, modifier_rank=0) if stage3 else nullcontext
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
-    return build_engine(model, run.optim, ds, fixed_parameters(run),
-                        apart=objective_of(run).clip_groups(run))
+    frozen, waiting = held_parameters(run, dict(model.named_parameters()))
+    return build_engine(model, run.optim, ds, frozen, waiting, objective_of(run).clip_groups(run))
 
 
-def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: Collection[str] = (),
-                 rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = ()):
-    """Return the DeepSpeed engine over an initialized model; `fixed` parameters do not move.
+def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collection[str] = (),
+                 waiting: Collection[str] = (), apart: tuple[str, ...] = ()):
+    """Return the DeepSpeed engine over an initialized model.
 
-    `rate_shares` are the parameters whose learning rate is a share of the schedule's; parameters
-    whose names begin with a prefix in `apart` are clipped by a norm of their own.
+    `frozen` parameters have no gradient and no optimizer state; `waiting` ones do not move before
+    `set_learning_rate` lets them; those whose names begin with a prefix in `apart` are clipped by a
+    norm of their own.
     """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
     matmuls = torch.bfloat16 if ds_config.matmul_precision(ds) == "bf16" else None
-    optimizer = build_optimizer(model, optim, fixed, rate_shares, apart, matmuls)
+    optimizer = build_optimizer(model, optim, waiting, apart, matmuls)
     ds = with_autocast_modules(ds)
     if ds_config.zero_stage(ds) == 3 and local_device().type == "cpu":
         ds = keep_nothing_gathered(ds)
@@ -163,6 +166,9 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: Collecti
     clip_networks_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
+    # As zeros, their gradients count in no norm, and leave moments at zero.
+    engine.holds = [parameter.register_hook(torch.zeros_like)
+                    for name, parameter in model.named_parameters() if name in waiting]
     return engine
 
 
@@ -200,9 +206,13 @@ def set_parameters(model: nn.Module, values: dict[str, Tensor], gather) -> None:
                 parameter.copy_(values[name])
 
 
-def set_learning_rate(engine, rate: float) -> None:
+def set_learning_rate(engine, rate: float, *, is_thawed: bool = True) -> None:
+    """Set the rate of a step's update; `is_thawed`: waiting parameters move from now on."""
+    while is_thawed and engine.holds:
+        engine.holds.pop().remove()
     for group in engine.optimizer.param_groups:
-        group["lr"] = 0.0 if group.get("fixed") else rate * group.get("rate_share", 1.0)
+        waits = group.get("waits") and not is_thawed
+        group["lr"] = 0.0 if waits else rate * group.get("rate_share", 1.0)
 
 
 def gathered(parameters: list[nn.Parameter]):

@@ -116,7 +116,8 @@ class Trainer:
         while journal.step < end and not self._is_past_its_best():
             # ---------------------------------------------------------------- single training step
             rate = learning_rate(run.optim, journal.step, train.steps)
-            engine.set_learning_rate(self.engine, rate)
+            engine.set_learning_rate(self.engine, rate,
+                                     is_thawed=journal.step >= train.freeze_steps)
             with self.meters.work.loading():
                 progress = journal.step / max(1, train.steps - 1)
                 micro = [replace(batch, run_fraction=progress) for batch in next(batches)]

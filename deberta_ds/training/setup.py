@@ -40,7 +40,7 @@ from deberta_ds.model import cpu
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.model.precision import DTYPES
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import build_model, held_parameters
 from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import meters
@@ -191,11 +191,25 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     lines.append(f"kernels: {kernels_of(run, inputs.ds)}")
     lines.append(f"data: {rows:,} sequences of {run.data.seq_len} tokens = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs: {epochs}")
+    lines += _frozen_lines(run, precision)
     first, full = run.train.initial_batch_size, run.train.global_batch_size
     if first:
         lines.append(f"batch size warm-up: from {first:,} to {full:,} sequences in "
                      f"{run.train.batch_warmup_steps:,} of {run.train.steps:,} steps")
     return lines + _warnings(run, inputs)
+
+
+def _frozen_lines(run: RunConfig, precision: str) -> list[str]:
+    """Return how much is not trained, and until when."""
+    sizes = {name: p.numel() for name, p in on_meta(build_model, run).named_parameters()}
+    frozen, waiting = held_parameters(run, sizes)
+    lines = [f"frozen {until}: {format_count(sum(sizes[name] for name in names))} parameters"
+             for until, names in (("all along", frozen),
+                                  (f"before step {run.train.freeze_steps:,}", waiting)) if names]
+    if frozen and not precision.startswith("fp32"):
+        lines.append(f"WARNING: frozen parts have no fp32 copy and are rounded to {precision}, in "
+                     "exports too; to keep them, write torch_autocast for it in the DeepSpeed JSON")
+    return lines
 
 
 def kernel_choices(model: ModelConfig, ds: dict, length: int, without: tuple[str, ...] = ()
