@@ -128,7 +128,7 @@ def main() -> None:
         first = step * rows
         batches = [collate([dataset[number] for number in range(start, start + micro)])
                    for start in range(first, first + rows, micro)]
-        with cpu.mkl_products():
+        with cpu.mkl_matmuls():
             ways[PLAIN].step(batches)
         ways[OURS].step(batches)
     plain, ours = ways[PLAIN], ways[OURS]

@@ -72,7 +72,7 @@ def as_torch_comes(call: Callable[[], object]) -> Callable[[], object]:
     """Return `call` with fp32 products by MKL, also after `deberta_ds.model.cpu.use_onednn`."""
 
     def run():
-        with cpu.mkl_products():
+        with cpu.mkl_matmuls():
             return call()
 
     return run

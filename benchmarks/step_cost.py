@@ -195,7 +195,7 @@ def count_step(run: RunConfig) -> Count:
                  (kernel_table, "pick", pick),
                  (dropout, "sample_dropout_mask", lambda _: keep),
                  (F, "dropout", gpu_dropout),
-                 (chunked, "_sample", activations._first_words),
+                 (chunked, "_sample", activations._first_ids),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
     with ExitStack() as stack:
         for stand_in in stand_ins:

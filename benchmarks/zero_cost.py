@@ -44,7 +44,7 @@ def ddp_step(run, batch: Batch, half: bool) -> Step:
     # One gradient of a table that is looked up and predicts arrives late: so no static graph.
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, run.optim, apart=objective_of(run).clip_groups(run),
-                                products=torch.bfloat16 if half else None)
+                                matmuls=torch.bfloat16 if half else None)
     normalizers = normalizers_of(batch)
 
     def step() -> tuple[float, float, float]:

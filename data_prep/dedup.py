@@ -5,7 +5,7 @@ Run this once over the inputs of all corpora of a mixture. Of each set of duplic
 the order of the inputs is kept. Give the result to tokenize_corpus.py --leave_out.
 """
 
-from options import add_cache, add_input_options, add_part, add_workers, read_options
+from options import add_cache, add_input_options, add_part, add_workers, plan, read_options
 
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly
@@ -24,11 +24,10 @@ def main() -> None:
     args = parser.parse_args()
 
     from deberta_ds.corpus.dedup import find_duplicates
-    from deberta_ds.corpus.documents import plan_units
     from deberta_ds.corpus.outputs import output
 
     read = read_options(args)
-    units = plan_units(args.inputs, read, args.unit_bytes)
+    units = plan(args, read)
     with output(args.out, cache=args.cache, part=args.part) as out:
         counts = find_duplicates(units, out, read=read, near_threshold=args.near,
                                  workers=args.workers, part=args.part)

@@ -5,6 +5,7 @@ import os
 from typing import TYPE_CHECKING
 
 from deberta_ds.base.command_line import checked, natural, positive
+from deberta_ds.base.errors import UserError, tell
 
 if TYPE_CHECKING:
     from deberta_ds.corpus.documents import ReadOptions
@@ -38,9 +39,11 @@ def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> Non
         ".jsonl .csv .tsv .warc .wet (also .gz .zst .xz .bz2 .lz4), .parquet, .arrow, directories "
         "of datasets")
     parser.add_argument(
-        "--documents", default="file",
-        help="what a document is in a text file: file, line, blank_line or match:PATTERN")
-    parser.add_argument("--text_key", default="text", help="key or column of the text")
+        "--documents", default="",
+        help="what a document is in a text file: file, line, blank_line or match:PATTERN "
+        "(default: file, if none is large)")
+    parser.add_argument("--text_key", default="text",
+                        help="key or column of the text; meta.text is the key text under meta")
     parser.add_argument("--id_key", default="",
                         help="key or column of the document's id, kept with the shards")
     parser.add_argument("--label_key", default="", help="key or column of the label to count by "
@@ -55,6 +58,10 @@ def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> Non
         "--extract_html", action="store_true",
         help="take the main text of the pages in .warc files (needs resiliparse)")
     parser.add_argument(
+        "--skip_bad_files", type=natural, default=0, metavar="N",
+        help="leave out up to N files that are damaged, and list them; all inputs are read once "
+        "more for it")
+    parser.add_argument(
         "--unit_bytes", type=natural, default=0, help="size of a work unit; 0: automatic")
 
 
@@ -63,8 +70,27 @@ def read_options(args: argparse.Namespace) -> "ReadOptions":
     from deberta_ds.corpus.documents import ReadOptions
 
     return ReadOptions(
-        args.documents, args.text_key, args.label_key, args.label_from_directory,
+        args.documents or "file", args.text_key, args.label_key, args.label_from_directory,
         args.max_document_bytes, args.id_key, args.extract_html)
+
+
+def plan(args: argparse.Namespace, read: "ReadOptions") -> list:
+    """Return the work units of the inputs; UserError for more bad files than --skip_bad_files."""
+    from deberta_ds.corpus.damage import damaged_files, refuse_huge
+    from deberta_ds.corpus.documents import plan_units
+
+    bad, most = {}, args.skip_bad_files
+    if most:
+        bad = damaged_files(args.inputs, read, args.workers, getattr(args, "max_bad", 0))
+        for why in bad.values():
+            tell(f"bad file: {why}")
+        if len(bad) > most:
+            raise UserError(f"{next(iter(bad))}: bad, like {len(bad) - 1} more; --skip_bad_files "
+                            f"allows {most}; repair or fetch them, or allow more")
+    units = plan_units(args.inputs, read, args.unit_bytes, bad)
+    if not args.documents:
+        refuse_huge(units)
+    return units
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

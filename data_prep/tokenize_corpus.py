@@ -12,12 +12,14 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from options import add_cache, add_input_options, add_part, add_workers, read_options, share
+from options import add_cache, add_input_options, add_part, add_workers, plan, read_options, share
 
 from deberta_ds.base.command_line import fraction, natural, parser_for, positive
 from deberta_ds.base.errors import UserError, exit_cleanly
 
 FEW_DOCUMENTS = 20  # to hold out of a corpus that is small
+SPLIT = (", or divide text files into more documents: --documents blank_line (or line, or "
+         "match:PATTERN)")
 
 
 def main() -> None:
@@ -80,12 +82,14 @@ def say_if_empty(args, documents: int, heldout_documents: int) -> None:
     if heldout_documents == 0:
         more = min(0.5, max(2 * args.heldout_share, FEW_DOCUMENTS / max(1, documents)))
         print(f"{args.heldout_out}: no document fell to it, and an evaluation needs some; remove "
-              f"both directories and hold out more: --heldout_share {more:.2g}", file=sys.stderr)
+              f"both directories and hold out more: --heldout_share {more:.2g}"
+              f"{SPLIT if documents < FEW_DOCUMENTS and not args.documents else ''}",
+              file=sys.stderr)
 
 
 def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
     """Do the work, into local directories; return {directory: manifest}."""
-    from deberta_ds.corpus.documents import plan_units
+    from deberta_ds.base.json_files import read_json
     from deberta_ds.corpus.filter_rules import read_rules
     from deberta_ds.corpus.outputs import fetch
     from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
@@ -98,8 +102,7 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
                             "when the job goes on; choose a directory outside")
     read = read_options(args)
     manifests = tokenize_corpus(
-        plan_units(args.inputs, read, args.unit_bytes), out,
-        Tokenizer(fetch(args.tokenizer, cache=args.cache)),
+        plan(args, read), out, Tokenizer(fetch(args.tokenizer, cache=args.cache)),
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
         heldout_out=heldout_out, heldout_share=args.heldout_share, drop_heldout=args.drop_heldout,
         leave_out=[fetch(found, cache=args.cache) for found in args.leave_out],
@@ -108,7 +111,8 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
     if args.filters and not args.part:
         from deberta_ds.report.small_pages import write_filters_page
 
-        print(f"what the filters did: {write_filters_page(out)}")
+        print(f"filters: {read_json(f'{out}/filters.json')['summary']}; page: "
+              f"{write_filters_page(out)}")
     return manifests
 
 

@@ -6,7 +6,7 @@
     python data_prep/train_tokenizer.py --add_mask gpt2-directory --out mine
 """
 
-from options import add_cache, add_input_options, add_workers, read_options
+from options import add_cache, add_input_options, add_workers, plan, read_options
 
 from deberta_ds.base.command_line import fraction, natural, parser_for, positive, positive_number
 from deberta_ds.base.errors import exit_cleanly
@@ -62,11 +62,10 @@ def main() -> None:
 
 def train(args, out: str):
     """Return the tokenizer trained as the options say."""
-    from deberta_ds.corpus.documents import plan_units
     from deberta_ds.corpus.train_tokenizer import languages_of, train_fast, train_tokenizer
 
     read = read_options(args)
-    units = plan_units(args.inputs, read, args.unit_bytes)
+    units = plan(args, read)
     recipe = {"pieces": args.vocab_size, "sample_bytes": args.sample_bytes, "read": read,
               "character_coverage": args.character_coverage, "max_bad": args.max_bad}
     if args.temperature is not None:

@@ -81,6 +81,7 @@ def main() -> None:
         *[f"the batch grows from {run.train.initial_batch_size:,} to "
           f"{run.train.global_batch_size:,} rows in {run.train.batch_warmup_steps:,} steps: the "
           "days are of all, the rest of a full one"] * (run.train.initial_batch_size > 0),
+        *["frozen parts count as trained ones"] * bool(run.train.freeze),
         *["muon: its products and sums are not in the times"] * (run.optim.name == "muon"),
     ]
     print("\n".join(facts))

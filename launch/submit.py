@@ -50,7 +50,7 @@ def main() -> None:
     files = {task.name: prediction_file(Path(args.run), task) for task in tasks}
     found = {name: file for name, file in files.items() if file and name not in args.leave_out}
     missing = [name for name, file in files.items() if file is None or name in args.leave_out]
-    submission.refuse_partial(missing, args.leave_out, args.run)
+    submission.reject_partial(missing, args.leave_out, args.run)
     submission.write_zip(args.zip, {name: text_of(file) for name, file in found.items()}, tests,
                          args.leave_out, found, args.suite)
     submission.check_zip(args.zip, tests, args.leave_out, args.suite)

@@ -125,8 +125,12 @@ def take(path: Path, mine: Holder) -> None:
                     f"{holder.host}, since {holder.since}; wait for its end, stop it, or choose "
                     f"another out_dir. (If that job is gone for certain, delete {path})")
             if _read(path) == holder:
-                _take_over(path, mine)
-                return
+                write_atomic(path, json.dumps(asdict(mine)) + "\n")
+                time.sleep(_SETTLE_SECONDS)
+                if _read(path) == mine:
+                    return
+                raise UserError(f"{path.parent}: another job was started there at the same moment; "
+                                "choose another out_dir")
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; choose an out_dir that can"
                         ) from None
@@ -185,14 +189,6 @@ def _create_in_place(path: Path, text: str) -> bool:
         path.unlink(missing_ok=True)
         raise
     return True
-
-
-def _take_over(path: Path, mine: Holder) -> None:
-    write_atomic(path, json.dumps(asdict(mine)) + "\n")
-    time.sleep(_SETTLE_SECONDS)
-    if _read(path) != mine:
-        raise UserError(f"{path.parent}: another job was started there at the same moment; "
-                        "choose another out_dir")
 
 
 def _read(path: Path) -> Holder | None:

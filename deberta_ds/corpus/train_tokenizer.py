@@ -21,11 +21,12 @@ import xxhash
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, still_at_work
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.splitmix import mix64
 from deberta_ds.corpus.documents import Extent, ReadOptions
 from deberta_ds.corpus.encode import Cleaner, CleanOptions
+from deberta_ds.corpus.identity import check_unchanged, extents_of
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import FORK
 from deberta_ds.data.mixture import temperature_weights
@@ -59,6 +60,7 @@ def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions
     for piece in pieces:
         is_empty = False
         yield piece
+    check_unchanged(extents_of(units))
     for line in cleaner.problems:
         print(f"left out: {line}", file=sys.stderr, flush=True)
     if is_empty:
@@ -89,7 +91,7 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
         raise UserError("--temperature needs to know the languages; give --label_key or "
                         "--label_from_directory")
     totals: dict[str, list[int]] = {}
-    with ProcessPoolExecutor(workers, FORK) as pool:
+    with ProcessPoolExecutor(workers, FORK) as pool, still_at_work(lambda: "counting languages"):
         counted = pool.map(partial(_count, read=read, max_bad=max_bad), units)
         for counts in tqdm(counted, desc="counting languages", total=len(units), unit="unit",
                            disable=None):
@@ -168,14 +170,14 @@ def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, 
            for unit in units for extent in unit):
         raise UserError(f"{out}: is one of the inputs; name another file")
     model = io.BytesIO()
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory, still_at_work(lambda: f"training {pieces:,} subwords"):
         rules = Path(directory) / "rules.tsv"
         failed: list[Exception | KeyboardInterrupt] = []
         write_atomic(rules, normalizer_tsv())
+        sample = _noting(failed, _sample(units, sample_bytes, read, languages, max_bad))
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_noting(failed, _sample(units, sample_bytes, read, pieces,
-                                                          languages, max_bad)),
+                sentence_iterator=sample,
                 model_writer=model,
                 vocab_size=pieces,
                 model_type="unigram",
@@ -231,18 +233,15 @@ def _noting(failed: list[Exception | KeyboardInterrupt], sentences: Iterator[str
         raise
 
 
-def _sample(units: list[list[Extent]], sample_bytes: int, read: ReadOptions, pieces: int,
+def _sample(units: list[list[Extent]], sample_bytes: int, read: ReadOptions,
             languages: Languages | None, max_bad: int) -> Iterator[str]:
     """Yield sentences of about `sample_bytes` in all, and show how far that is."""
-    size = 0
     with tqdm(total=sample_bytes, desc="reading the sample", unit="B", unit_scale=True,
               disable=None) as bar:
         for sentence in sample_texts(units, sample_bytes, read, languages, max_bad):
             bar.update(len(sentence.encode()))
-            size += len(sentence.encode())
             yield sentence
-    print(f"SentencePiece makes {pieces:,} pieces of {size / 1e6:.1f} MB of text, which takes "
-          f"{'minutes' if size > 1e7 else 'seconds'} and shows nothing", file=sys.stderr)
+        bar.total = bar.n  # there may be less text than was asked for
 
 
 # Train byte-level BPE, BPE with a space mark, or WordPiece with Hugging Face `tokenizers`.
@@ -273,13 +272,14 @@ def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces:
     if other:  # that one would be read, or the two be mixed
         raise UserError(f"{out}: holds another tokenizer ({other[0]}); give another directory")
     fast, trainer = _untrained(kind, pieces)
-    sample = list(sample_texts(units, sample_bytes, read, languages, max_bad))
+    sample = list(_sample(units, sample_bytes, read, languages, max_bad))
     if kind != "byte_bpe":
         alphabet = _alphabet(sample, character_coverage) + ([SPACE_MARK] if kind == "bpe" else [])
         trainer.initial_alphabet, trainer.limit_alphabet = alphabet, len(alphabet)
     if kind == "wordpiece":  # else their ids come in an order that differs from run to run
         trainer.special_tokens = [*SPECIAL_PIECES, *(f"##{character}" for character in alphabet)]
-    fast.train_from_iterator(sample, trainer)
+    with still_at_work(lambda: f"training {pieces:,} subwords"):
+        fast.train_from_iterator(sample, trainer)
     made = fast.get_vocab_size()
     if made != pieces:
         remedy = f"fewer with --vocab_size {made}, or give more text" if made < pieces else \

@@ -198,8 +198,8 @@ def problems_with_optimizer(name: str, values: dict) -> list[str]:
     return []
 
 
-def product_precision(values: dict) -> str:
-    """Return "bf16", "fp16" or "fp32": the type in which products are computed."""
+def matmul_precision(values: dict) -> str:
+    """Return "bf16", "fp16" or "fp32": the type in which matmuls are computed."""
     autocast = values.get("torch_autocast", {}).get("enabled", False)  # which has bf16 alone
     return "bf16" if autocast else precision(values)
 

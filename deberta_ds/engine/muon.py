@@ -52,11 +52,11 @@ class _Part:
 class Muon(torch.optim.AdamW):
     """Groups whose "matrices" is true are orthogonalised, the others are AdamW's."""
 
-    def __init__(self, groups: list[dict], momentum: float, products: torch.dtype | None = None,
+    def __init__(self, groups: list[dict], momentum: float, matmuls: torch.dtype | None = None,
                  **settings):
-        """`products`: the type of Newton-Schulz (the author's is bf16), None: the weights' own."""
+        """`matmuls`: the type of Newton-Schulz (the author's is bf16), None: the weights' own."""
         super().__init__(groups, fused=True, **settings)
-        self._momentum, self._products = momentum, products
+        self._momentum, self._matmuls = momentum, matmuls
         self._held: dict[Tensor, list[_Matrix]] = {}  # by the flat buffer they lie in
 
     def bind(self, engine) -> None:
@@ -64,7 +64,8 @@ class Muon(torch.optim.AdamW):
         layout = layout_of(engine)
         if layout.is_replicated:
             return
-        for number, buffer in enumerate(buffers(engine, layout)):
+        trained = (buffer for buffer in buffers(engine, layout) if not buffer.is_frozen)
+        for number, buffer in enumerate(trained):
             mine = dict(buffer.held)
             self._held[buffer.weights] = [
                 _Matrix(layout.shapes[name], mine.get(name),
@@ -99,7 +100,7 @@ class Muon(torch.optim.AdamW):
             parts += [_Part(matrix, direction.view(-1), weights.view(-1)) for matrix in held
                       if matrix.piece or matrix.is_cut]
         for batch in _batches(parts):
-            whole = _put_together(batch, self._products or batch[0].weights.dtype)
+            whole = _put_together(batch, self._matmuls or batch[0].weights.dtype)
             updates = _orthogonal_shared(whole) if batch[0].matrix.is_cut else orthogonal(whole)
             rate = -group["lr"] * 0.2 * math.sqrt(max(batch[0].matrix.shape))
             for part, update in zip(batch, updates, strict=True):

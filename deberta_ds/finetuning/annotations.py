@@ -73,9 +73,9 @@ def _entity(text: str, part: Any) -> Entity:
             raise ValueError(f"{quoted!r} is not at character {start} of its text")
     if not 0 <= start < end <= len(text) or not text[start:end].strip():
         raise ValueError(f"{name} [{start}, {end}) is no piece of a text of {len(text)} characters")
-    piece = text[start:end]
-    start += len(piece) - len(piece.lstrip())
-    return start, start + len(piece.strip()), name
+    part = text[start:end]
+    start += len(part) - len(part.lstrip())
+    return start, start + len(part.strip()), name
 
 
 def words_in(text: str) -> list[tuple[int, int]]:

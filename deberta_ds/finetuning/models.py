@@ -67,10 +67,10 @@ def open_start(name: str, tokenizer: str | Path | None = None) -> Start:
         return dataclasses.replace(_open_directory(name, shape, tokenizer), weights=None)
     if tokenizer is None:
         raise UserError(f"{name}: a preset has no tokenizer; pass --tokenizer PATH")
-    pieces = Tokenizer(tokenizer)
+    opened = Tokenizer(tokenizer)
     # A fresh table for this tokenizer.
-    config = ModelConfig(**MODELS[shape] | {"vocab_size": padded_rows(pieces.size)})
-    return Start(name, config, pieces, None)
+    config = ModelConfig(**MODELS[shape] | {"vocab_size": padded_rows(opened.size)})
+    return Start(name, config, opened, None)
 
 
 def _open_directory(name: str, path: str, tokenizer: str | Path | None) -> Start:

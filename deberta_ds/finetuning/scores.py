@@ -1,7 +1,7 @@
 """What a paper needs of a labelled table: metrics with intervals, by class and by group.
 
 Intervals are the 2.5 and 97.5 percentiles of 1,000 bootstrap samples (of over 20,000 rows fewer, at
-least 100): the metric's units (examples, of MultiRC questions) are drawn with replacement, by one
+least 100): the metric's units (examples, of MultiRC questions) are sampled with replacement, by one
 seed. The score, the mean of the metrics, is sampled jointly with them.
 """
 
@@ -16,7 +16,7 @@ from deberta_ds.finetuning.layouts import Example, is_labelled
 from deberta_ds.finetuning.tasks import Task
 
 FILE = "scores.json"
-_SAMPLES, _MOST_DRAWN, _LEAST_SAMPLES = 1000, 20_000_000, 100
+_SAMPLES, _MOST_SAMPLED, _LEAST_SAMPLES = 1000, 20_000_000, 100
 _MOST_GROUPS = 50  # with intervals, which take about 0.1 s each
 _MOST_LABELS = 200  # with a confusion matrix: one of 1,000 labels has a million numbers
 _WIDTH, _MOST_ROWS, _HEAD_WIDTH, _LEAST_NAME = 80, 40, 12, 8  # of a printed table
@@ -68,24 +68,24 @@ def _by_group(task: Task, pairs: Sequence, groups: Sequence[str | None]) -> dict
 
 def _measured(task: Task, examples, predictions, samples: int) -> dict[str, Any]:
     """Return {"metrics", "score"} with their intervals; "score" has none of unlike units."""
-    values, drawn, sizes = {}, [], set()
+    values, sampled, sizes = {}, [], set()
     for name in task.metrics:
         rows = metrics.rows_of(name, task, examples, predictions)
         dice = np.random.default_rng(0)  # the same examples for every metric
-        count = min(samples, max(_LEAST_SAMPLES, _MOST_DRAWN // len(rows)))
-        drawn.append([metrics.value_of(name, task, rows[dice.integers(len(rows), size=len(rows))])
+        count = min(samples, max(_LEAST_SAMPLES, _MOST_SAMPLED // len(rows)))
+        sampled.append([metrics.value_of(name, task, rows[dice.integers(len(rows), size=len(rows))])
                       for _ in range(count)])
-        values[name] = _with_interval(metrics.value_of(name, task, rows), drawn[-1])
+        values[name] = _with_interval(metrics.value_of(name, task, rows), sampled[-1])
         sizes.add(len(rows))
     score = metrics.task_score(task, {name: value["value"] for name, value in values.items()})
-    joint = np.mean(drawn, axis=0) if len(sizes) == 1 else ()
+    joint = np.mean(sampled, axis=0) if len(sizes) == 1 else ()
     return {"metrics": values, "score": _with_interval(score, joint)}
 
 
-def _with_interval(value: float, drawn: Sequence[float] | np.ndarray) -> dict[str, float]:
-    if not len(drawn):
+def _with_interval(value: float, sampled: Sequence[float] | np.ndarray) -> dict[str, float]:
+    if not len(sampled):
         return {"value": value}
-    low, high = np.percentile(drawn, (2.5, 97.5))
+    low, high = np.percentile(sampled, (2.5, 97.5))
     return {"value": value, "low": float(low), "high": float(high)}
 
 

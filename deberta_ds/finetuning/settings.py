@@ -74,7 +74,8 @@ class Settings:
         warmup = self.warmup_steps or round(self.warmup_share * total_steps)
         return OptimConfig(learning_rate=self.learning_rate, betas=(0.9, 0.999), eps=1e-6,
                            weight_decay=self.weight_decay, clip_norm=self.clip_norm,
-                           warmup_steps=min(warmup, total_steps))
+                           warmup_steps=min(warmup, total_steps),
+                           layer_decay=self.layer_decay)
 
 
 def load(

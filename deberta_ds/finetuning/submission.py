@@ -81,7 +81,7 @@ def write_zip(path: str | Path, texts: Mapping[str, str], tests: Mapping[str, Se
     are the files that the texts come from, for errors. The same texts give the same bytes.
     """
     tasks = SUITES[suite]
-    refuse_partial([task.name for task in tasks if task.name not in texts], left_out, str(path))
+    reject_partial([task.name for task in tasks if task.name not in texts], left_out, str(path))
     entries = {}
     for task in tasks:
         if task.name in texts:
@@ -96,7 +96,7 @@ def write_zip(path: str | Path, texts: Mapping[str, str], tests: Mapping[str, Se
             archive.writestr(zipfile.ZipInfo(name, _FIXED_TIME), text, zipfile.ZIP_DEFLATED)
 
 
-def refuse_partial(missing: Sequence[str], left_out: Sequence[str], place: str) -> None:
+def reject_partial(missing: Sequence[str], left_out: Sequence[str], place: str) -> None:
     """Raise UserError unless exactly the tasks in `left_out` are `missing`."""
     if unnamed := [name for name in missing if name not in left_out]:
         raise UserError(
@@ -124,7 +124,7 @@ def check_zip(path: str | Path, tests: Mapping[str, Sequence[Example]],
                                     f"{', '.join(wanted)}")
                 if names.count(name) > 1:
                     raise UserError(f"{path}: {name} is there {names.count(name)} times")
-            refuse_partial([task.name for name, task in wanted.items() if name not in names],
+            reject_partial([task.name for name, task in wanted.items() if name not in names],
                            left_out, str(path))
             contents = {name: archive.read(name) for name in names}  # checksums are compared, too
     except FileNotFoundError as error:

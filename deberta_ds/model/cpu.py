@@ -7,7 +7,7 @@ here, not assumed.
 
 oneDNN compiles code for every new shape, 0.3 ms and half a MiB that stays: good for the shapes of
 every step of pretraining, bad for document segments of any length, which go back to MKL
-(`mkl_products`), and for batches of fine-tuning, which are as wide as their longest sequence.
+(`mkl_matmuls`), and for batches of fine-tuning, which are as wide as their longest sequence.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _chosen = False  # whether this process's precision is our choice
 
 
 def use_onednn() -> bool:
-    """Let oneDNN compute fp32 products where MKL is slow; return whether it does from now on.
+    """Let oneDNN compute fp32 matmuls where MKL is slow; return whether it does from now on.
 
     A setting of the whole process, so it belongs to the start of a pretraining run. A precision
     that the caller chose is left alone. The answer depends on processor and torch alone, so a
@@ -64,8 +64,8 @@ def keep_heap() -> bool:
 
 
 @contextmanager
-def mkl_products() -> Iterator[None]:
-    """Let MKL compute the fp32 products of this block, whose shapes may never come again."""
+def mkl_matmuls() -> Iterator[None]:
+    """Let MKL compute the fp32 matmuls of this block, whose shapes may never come again."""
     if not _chosen:
         yield
         return

@@ -4,7 +4,7 @@ Works through chunks of the vocabulary, in buffers that all chunks share. With f
 matmul of each chunk is saved for backward; with many it is recomputed there, so memory is tokens x
 chunk instead of tokens x vocabulary. Under autocast a chunk of the embedding is cast when it is
 used: no half-precision copy of the whole embedding, nor of its gradient, is ever made. It can also
-draw one exact sample per row from the softmax (the generator of replaced token detection) by
+take one exact sample per row from the softmax (the generator of replaced token detection) by
 inverting the cumulative distribution.
 
 Shape legend: T target rows, C hidden size, V vocabulary, N ids of one chunk, K number of chunks.
@@ -176,6 +176,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_bias_V[start:end] = grad_TN.sum(0)
             grad_TN = grad_TN.to(hidden_TC.dtype)
             grad_hidden_TC += grad_TN @ weight_NC
+            if not ctx.needs_input_grad[1]:  # a frozen table
+                continue
             if logits.cast_NC is None:
                 torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start:end])
             else:  # the cast rows are not needed any more: their buffer takes the matmul

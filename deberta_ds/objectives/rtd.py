@@ -242,11 +242,6 @@ def headline(scores: Numbers) -> str:
     return text.strip()
 
 
-def discriminator_tensors(state: Tensors) -> Tensors:
-    """Return a discriminator's tensors under the names of model files."""
-    return base.network_tensors(state, "discriminator.", "rtd_")
-
-
 def discriminator_parameters(tensors: Tensors) -> Tensors:
     """Return the parameters of a discriminator except its embedding: the inverse function."""
     return {"discriminator." + name.removeprefix("rtd_"): tensor
@@ -255,7 +250,7 @@ def discriminator_parameters(tensors: Tensors) -> Tensors:
 
 def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
     """The discriminator is merged: under gdes, its token embedding is the generator's + delta."""
-    main, notes = discriminator_tensors(state), []
+    main, notes = base.network_tensors(state, "discriminator.", "rtd_"), []
     sharing = run.objective.embedding_sharing
     if sharing == "gdes":
         main["words.delta"] = main.pop("words.weight")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.model import flops
-from deberta_ds.objectives import rtd
+from deberta_ds.objectives import base, rtd
 from deberta_ds.objectives.base import Metric, Numbers, Tensors
 
 METRICS: tuple[Metric, ...] = rtd.DETECTION_METRICS
@@ -86,7 +86,7 @@ def headline(scores: Numbers) -> str:
 
 
 def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
-    return {"main": rtd.discriminator_tensors(state)}, []
+    return {"main": base.network_tensors(state, "discriminator.", "rtd_")}, []
 
 
 def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:

@@ -47,7 +47,7 @@ def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
     with ExitStack() as stack:
         if fused:
             stack.enter_context(_replaced(encoder, "attend", _fused_attend))
-        stack.enter_context(_replaced(linear_cross_entropy, "_sample", _first_words))
+        stack.enter_context(_replaced(linear_cross_entropy, "_sample", _first_ids))
         stack.enter_context(FakeTensorMode())
         return _run_counted(run, dtype)
 
@@ -63,7 +63,7 @@ def _replaced(module, name: str, value) -> Iterator[None]:
         setattr(module, name, original)
 
 
-def _first_words(uniforms_T: Tensor, *_arguments) -> Tensor:
+def _first_ids(uniforms_T: Tensor, *_arguments) -> Tensor:
     return torch.zeros_like(uniforms_T, dtype=torch.int64)
 
 

@@ -125,7 +125,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     ranks = gpus * nodes
     accumulation = ds_config.accumulation_steps(run, ranks)
     precision = ds_config.precision(ds)
-    peak_flops = gpu.peak(ds_config.product_precision(ds))
+    peak_flops = gpu.peak(ds_config.matmul_precision(ds))
     if peak_flops is None:
         raise UserError("this card has no bf16: give a DeepSpeed JSON of fp16, such as "
                         "--deepspeed_config ds_configs/zero1_fp16.json")

@@ -20,6 +20,7 @@ from deberta_ds.objectives.build import objective_of
 from deberta_ds.release.read_back import SENTENCES, changes_beyond_reach
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.release import Network, Release
+from deberta_ds.release.reshape import reshape
 from deberta_ds.release.tokenizer_files import open_tokenizer
 from deberta_ds.tokenizer import Tokenizer
 
@@ -48,10 +49,11 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
         run, {name: network.tensors for name, network in networks.items()})
     for name, network in networks.items():
         notes += _random_parts(network, objective.HEADS[name])
-    if run.model.max_position > run.model.largest_distance:
+    if run.model.max_position > release.main.config.largest_distance:
         notes += [f"WARNING: {line}" for line in changes_beyond_reach(release)]
     notes += _other_tokenizer(run, release)
-    return tensors, [f"init: {note}" for note in [f"from {place}", *release.notes, *notes]]
+    lines = dict.fromkeys([f"from {place}", *release.notes, *notes])  # both networks': once
+    return tensors, [f"init: {line}" for line in lines]
 
 
 def _generator_words(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
@@ -82,16 +84,22 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
         # A delta belongs to the generator it was trained with.
         main = dataclasses.replace(main, tensors={name: tensor for name, tensor in
                                                   main.tensors.items() if name != "words.delta"})
+    main = reshape(main, run.model, run.init.layers, f"init.layers: {place}", release.notes)
     if "generator" not in encoders:
+        if run.init.generator_layers:
+            raise UserError("init.generator_layers: this run has no generator; leave it out")
         head = objective.HEADS["main"]
-        if generator and not main.has(head) and not _differences(run.model, generator.config):
-            main = generator
+        if generator and not (main.has(head) or run.init.layers):
+            generator = reshape(generator, run.model, (), place, release.notes)
+            main = main if _differences(run.model, generator.config) else generator
         _check_fit(run.model, main.config, place, "model")
         return {"main": main}
     if generator is None:
         raise UserError(f"{place}: has no generator, so replaced-token detection cannot go on from "
                         "it. Give one as init.generator, or make one first: a masked-LM run with "
                         "init.embeddings_only (the two stages are in docs/interop.md)")
+    generator = reshape(generator, encoders["generator"], run.init.generator_layers,
+                        f"init.generator_layers: {generator_place}", release.notes)
     _check_fit(run.model, main.config, place, "model")
     _check_fit(encoders["generator"], generator.config, generator_place, "generator")
     return {"main": main, "generator": generator}

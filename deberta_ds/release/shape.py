@@ -3,7 +3,8 @@
 What neither the file nor the command line says follows, in this order,
 
 1. the checkpoint that the run goes on from: a run keeps its shape, whatever its source has become;
-2. the source of `[init]`: all of [model], and the depth of its generator;
+2. the source of `[init]`: all of [model], and the depth of its generator, or how many layers of
+   each init.layers and init.generator_layers list;
 3. the tokenizer: `vocab_size` is its number of ids, padded to a multiple of 64.
 
 A preset counts as said, but for its vocabulary: that is the published tokenizer's.
@@ -41,6 +42,10 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
         shape, origin = _saved_shape(checkpoint), f"checkpoint {checkpoint}"
     elif source or generator:
         shape, origin = _source_shape(source, generator), f"[init] {source or generator}"
+        for key, name in (("model.num_layers", "layers"),
+                          ("objective.generator_layers", "generator_layers")):
+            if isinstance(chosen := values["init"].get(name), list) and chosen:
+                shape[key] = len(chosen)
     elif _is_open("model.vocab_size", values, origins):
         of_preset = "vocab_size" in values.get("model", {})
         shape, origin = _vocabulary(_text(values, "data", "tokenizer"), is_needed=not of_preset)

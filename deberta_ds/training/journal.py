@@ -38,7 +38,7 @@ class Journal:
         self._seconds_before = record.seconds if record else 0.0
         self._started = time.monotonic()
         device = self._engine.device
-        products = ds_config.product_precision(self._inputs.ds)
+        products = ds_config.matmul_precision(self._inputs.ds)
         peak = None if run.train.tf32 and products == "fp32" else peak_flops(device, products)
         speed = SpeedMeter(self._objective.flops_per_token(run), peak, dist.world_size(),
                            self.sequences_seen)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deberta_ds import __version__
+from deberta_ds.base.command_line import fill
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_count
@@ -25,7 +26,7 @@ from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule, own_parts, run_config
 from deberta_ds.config.model import ModelConfig
 from deberta_ds.config.options import raise_problems
-from deberta_ds.config.run_config import RunConfig
+from deberta_ds.config.run_config import RunConfig, SourceConfig
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
@@ -39,7 +40,7 @@ from deberta_ds.model import cpu
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.model.precision import DTYPES
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import build_model, held_parameters
 from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import meters
@@ -178,9 +179,9 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     """Return what a user wants to know at the start: the model, the data, non-default values."""
     lines = _non_default_lines(run, origins)
     stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
-    products = ds_config.product_precision(inputs.ds)
-    if products != precision:
-        precision += f" weights with {products} matmuls"
+    matmuls = ds_config.matmul_precision(inputs.ds)
+    if matmuls != precision:
+        precision += f" weights with {matmuls} matmuls"
     if run.train.tf32 and local_device().type == "cuda":
         precision += ", fp32 matmuls in TF32"
     rows = batch_schedule.rows_of_run(run.train)
@@ -190,6 +191,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     lines.append(f"kernels: {kernels_of(run, inputs.ds)}")
     lines.append(f"data: {rows:,} sequences of {run.data.seq_len} tokens = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs: {epochs}")
+    lines += _frozen_lines(run, precision)
     first, full = run.train.initial_batch_size, run.train.global_batch_size
     if first:
         lines.append(f"batch size warm-up: from {first:,} to {full:,} sequences in "
@@ -197,11 +199,24 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     return lines + _warnings(run, inputs)
 
 
+def _frozen_lines(run: RunConfig, precision: str) -> list[str]:
+    """Return how much is not trained, and until when."""
+    sizes = {name: p.numel() for name, p in on_meta(build_model, run).named_parameters()}
+    frozen, waiting = held_parameters(run, sizes)
+    lines = [f"frozen {until}: {format_count(sum(sizes[name] for name in names))} parameters"
+             for until, names in (("all along", frozen),
+                                  (f"before step {run.train.freeze_steps:,}", waiting)) if names]
+    if frozen and not precision.startswith("fp32"):
+        lines.append(f"WARNING: frozen parts have no fp32 copy and are rounded to {precision}, in "
+                     "exports too; to keep them, write torch_autocast for it in the DeepSpeed JSON")
+    return lines
+
+
 def kernel_choices(model: ModelConfig, ds: dict, length: int, without: tuple[str, ...] = ()
                    ) -> dict[str, dict[str, str]]:
     """Return which implementation of each part of a model this rank takes, and why."""
     weights = DTYPES[ds_config.precision(ds)]
-    matmuls = DTYPES[ds_config.product_precision(ds)]
+    matmuls = DTYPES[ds_config.matmul_precision(ds)]
     return kernel_table.choices(model, local_device(), weights, matmuls, length,
                                 ds_config.zero_stage(ds), without)
 
@@ -243,16 +258,21 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
 
 
 def _non_default_lines(run: RunConfig, origins: dict[str, str]) -> list[str]:
-    """Return "section: key = value, ...   (origin)" for every value that is not a default."""
+    """Return a text for each origin of values that are no defaults: a paragraph per section."""
     values = flatten(run_config.to_dict(run))
-    groups: dict[tuple[str, str], list[str]] = {}
+    usual = run_config.to_dict(SourceConfig(path=" "))
+    values["data.sources"] = [{key: value for key, value in source.items() if value != usual[key]}
+                              for source in values["data.sources"]]
+    groups: dict[str, dict[str, list[str]]] = {}
     for key, origin in origins.items():
         if key in values and origin != "default":
             section, _, name = key.rpartition(".")
-            value = json.dumps(values[key], ensure_ascii=False)
-            groups.setdefault((section, origin), []).append(f"{name} = {value}")
-    return [f"{section or 'run'}: {', '.join(pairs)}   ({origin})"
-            for (section, origin), pairs in groups.items()]
+            value = json.dumps(values[key], ensure_ascii=False).replace(" ", "\0")
+            groups.setdefault(origin, {}).setdefault(section or "run", []).append(
+                f"{name}\0=\0{value}")
+    return ["\n".join([f"set by {origin}:", *(
+        fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, hanging=26).replace("\0", " ")
+        for section, pairs in sections.items())]) for origin, sections in groups.items()]
 
 
 def versions() -> dict[str, str]:

@@ -145,7 +145,7 @@ FILES = ["rank-00000.safetensors", "rank-00001.safetensors", "layout.json", "run
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "flipped"])
-def test_damage_is_found_named_and_passed_over(run_dir, name, damage):
+def test_damage_is_found_named_and_skipped(run_dir, name, damage):
     file = path_of(run_dir, 6) / name
     data = file.read_bytes()
     if damage == "missing":
@@ -166,7 +166,7 @@ def test_damage_is_found_named_and_passed_over(run_dir, name, damage):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
-def test_a_file_that_cannot_be_read_is_passed_over(run_dir, monkeypatch, number):
+def test_a_file_that_cannot_be_read_is_skipped(run_dir, monkeypatch, number):
     """It ended the start, though an older checkpoint was whole."""
     path, real = path_of(run_dir, 6), find.xxh3
 
@@ -196,7 +196,7 @@ def test_every_flipped_bit_of_a_manifest_is_found_or_harmless(run_dir):
         assert find.problems_of(path.parent), (position, changed[position - 20:position + 20])
 
 
-def test_half_written_and_damaged_manifests_are_passed_over(run_dir):
+def test_half_written_and_damaged_manifests_are_skipped(run_dir):
     (path_of(run_dir, 6) / "manifest.json").unlink()
     (path_of(run_dir, 4) / "manifest.json").write_text('{"version": 1, "files": ')
     found = find.find(run_dir, "auto")

@@ -50,16 +50,16 @@ def test_a_choice_by_the_newer_names_is_left_alone(monkeypatch):
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
         assert not cpu.use_onednn()
-        with cpu.mkl_products():
+        with cpu.mkl_matmuls():
             assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
-def test_mkl_products_ends_where_it_began(monkeypatch):
+def test_mkl_matmuls_ends_where_it_began(monkeypatch):
     monkeypatch.setattr(cpu, "_chosen", True)
     torch.set_float32_matmul_precision("medium")
-    with pytest.raises(KeyError), cpu.mkl_products():
+    with pytest.raises(KeyError), cpu.mkl_matmuls():
         assert torch.get_float32_matmul_precision() == "highest"
         raise KeyError
     assert torch.get_float32_matmul_precision() == "medium"

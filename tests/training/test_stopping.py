@@ -125,7 +125,7 @@ def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeyp
 
 
 @pytest.fixture(scope="module")
-def passed_over(tmp_path_factory):
+def bad_step_runs(tmp_path_factory):
     """({run: {step: digests of the weights before it}}, where the runs are); step 7 was bad."""
     root = tmp_path_factory.mktemp("pass_over")
     run_file = make_run(root, steps="12", eval_every="100")
@@ -141,8 +141,8 @@ def passed_over(tmp_path_factory):
                                   "rollback-zero3"])
 @pytest.mark.multi
 @pytest.mark.slow
-def test_a_bad_step_is_passed_over_and_its_rows_are_recorded(passed_over, name):
-    digests, root = passed_over
+def test_a_bad_step_is_skipped_and_its_rows_are_recorded(bad_step_runs, name):
+    digests, root = bad_step_runs
     weights = [digests[name][str(step)] for step in range(12)]
     before = 7 if name.startswith("skip") else 5  # no update, or the checkpoint of step 5
     assert weights[8] == weights[before] != weights[6] and weights[9] != weights[8]
@@ -155,8 +155,8 @@ def test_a_bad_step_is_passed_over_and_its_rows_are_recorded(passed_over, name):
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "zero2_fp16"])
 @pytest.mark.multi
 @pytest.mark.slow
-def test_after_a_rollback_a_run_is_a_fresh_resume_without_those_rows(passed_over, kind):
-    digests, root = passed_over
+def test_after_a_rollback_a_run_is_a_fresh_resume_without_those_rows(bad_step_runs, kind):
+    digests, root = bad_step_runs
     rolled_back, fresh = (digests[f"{name}-{kind}"] for name in ("rollback", "fresh"))
     assert [rolled_back[str(step)] for step in range(8, 12)] == [fresh[str(step)]
                                                                  for step in range(8, 12)]
@@ -168,9 +168,9 @@ def test_after_a_rollback_a_run_is_a_fresh_resume_without_those_rows(passed_over
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_the_shipped_fp16_scale_settles_after_two_overflows(passed_over):
+def test_the_shipped_fp16_scale_settles_after_two_overflows(bad_step_runs):
     """2^12, lowered at the second overflow (hysteresis 2); no weight moves before that."""
-    digests, root = passed_over
+    digests, root = bad_step_runs
     records = read_metrics(root / "rollback-zero2_fp16/metrics.jsonl")
     overflows = [(r["step"], r["loss_scale"]) for r in records if r.get("event") == "overflow"]
     assert overflows == [(1, 4096.0), (2, 2048.0)]

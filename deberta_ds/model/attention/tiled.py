@@ -27,7 +27,7 @@ from deberta_ds.model.attention.tile import (
     groups,
     probabilities,
 )
-from deberta_ds.model.cpu import mkl_products
+from deberta_ds.model.cpu import mkl_matmuls
 
 KEEP_LENGTH = 512  # spans up to this long keep their probabilities for backward
 
@@ -126,7 +126,7 @@ def _is_kept(span: KeySpan) -> bool:
 def _matmuls_of(span: KeySpan, keys: int) -> AbstractContextManager:
     """Return the context manager for matmuls of a span; those of whole sequences have one shape."""
     whole = span.queries_X is None and span.stop - span.start == keys
-    return nullcontext() if whole else mkl_products()
+    return nullcontext() if whole else mkl_matmuls()
 
 
 def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting) -> Inputs:
