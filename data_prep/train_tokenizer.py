@@ -67,8 +67,8 @@ def main() -> None:
                      "its normalization and the like")
     if args.lower_case and args.keep_white_space and not args.normalization:
         parser.error("--lower_case with --keep_white_space needs --normalization nfkc")
+    from deberta_ds.config.model import padded_rows
     from deberta_ds.corpus.outputs import output
-    from deberta_ds.release.shape import padded_rows
 
     if args.add_mask:
         from deberta_ds.tokenizer.publish import add_special_tokens

@@ -19,6 +19,7 @@ import torch
 
 from deberta_ds.base.files import write_atomic
 from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.model import padded_rows
 from deberta_ds.config.run_config import InitConfig, RunConfig, from_dict
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.extend_tokenizer import extend_tokenizer
@@ -34,7 +35,6 @@ from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.release import vocabulary
 from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import release_of_state, write_ours
-from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
 
 LENGTH, SEQUENCES, PIECES, LEARNED, HELD_OUT = 128, 16, 4000, 500, 2

@@ -16,14 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.config.model import padded_rows
 from deberta_ds.config.run_config import FREE_FIELDS, ModelConfig
-
-ROW_MULTIPLE = 64  # token embeddings of such a height are fast, and divide evenly among GPUs
-
-
-def padded_rows(num_ids: int) -> int:
-    """Return the rows of a token embedding for a tokenizer of `num_ids` ids."""
-    return -(-num_ids // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> None:
