@@ -1,9 +1,11 @@
 #!/usr/bin/env python
-"""Train a tokenizer with DeBERTa's special ids on a bounded sample of the corpus.
+"""Train a tokenizer with DeBERTa's special ids on a bounded sample of the corpus, or extend one.
 
     python data_prep/train_tokenizer.py corpus/*.jsonl --out spm.model
     python data_prep/train_tokenizer.py corpus/*.jsonl --kind bpe --out mine
     python data_prep/train_tokenizer.py --add_mask gpt2-directory --out mine
+    python data_prep/train_tokenizer.py --extend a --add_tokens words --out b
+    python data_prep/train_tokenizer.py --extend a --learn 2000 *.txt --out b
 """
 
 from options import add_cache, add_input_options, add_workers, plan, read_options
@@ -24,6 +26,20 @@ def main() -> None:
                         "space marks, and bytes for rare characters; wordpiece: as BERT, cased")
     parser.add_argument("--add_mask", metavar="TOKENIZER",
                         help="do not train, but add the missing special tokens to this tokenizer")
+    parser.add_argument("--extend", metavar="TOKENIZER",
+                        help="do not train, but add tokens to this tokenizer; its ids stay")
+    parser.add_argument("--learn", type=positive, default=0, metavar="N",
+                        help="with --extend: add N subwords that save most tokens on the inputs")
+    parser.add_argument("--add_tokens", metavar="FILE",
+                        help="file of symbols, one a line, each a token wherever it stands")
+    parser.add_argument("--normalization", choices=("nfkc",), default="",
+                        help="nfkc in place of nfc: full-width letters, ligatures and the like "
+                        "become plain ones")
+    parser.add_argument("--lower_case", action="store_true", help="all letters become lower case")
+    parser.add_argument("--split_digits", action="store_true", help="each digit is a token")
+    parser.add_argument("--keep_white_space", action="store_true",
+                        help="keep line ends, tabs and runs of spaces, as code needs it (unigram "
+                        "and byte_bpe)")
     parser.add_argument("--vocab_size", type=positive, default=32000,
                         help="vocabulary size without [MASK], which is added at the end")
     parser.add_argument("--sample_bytes", type=positive, default=1 << 26,
@@ -41,9 +57,18 @@ def main() -> None:
     add_workers(parser)
     add_cache(parser)
     args = parser.parse_args()
-    if bool(args.inputs) == bool(args.add_mask):
-        parser.error("name either inputs to train on, or a tokenizer with --add_mask")
-    from deberta_ds.release.shape import padded_rows
+    chosen = (args.normalization, args.lower_case, args.split_digits, args.keep_white_space)
+    if bool(args.inputs) == bool(args.add_mask or args.extend and not args.learn):
+        parser.error("name inputs to train on or to --learn from; --add_mask and --extend without "
+                     "--learn take none")
+    if args.learn and not args.extend or args.add_mask and (args.extend or args.add_tokens) or (
+            any(chosen) and (args.extend or args.add_mask)):
+        parser.error("--learn needs --extend; --add_mask goes alone; a tokenizer that exists keeps "
+                     "its normalization and the like")
+    if args.lower_case and args.keep_white_space and not args.normalization:
+        parser.error("--lower_case with --keep_white_space needs --normalization nfkc")
+    from deberta_ds.config.model import padded_rows
+    from deberta_ds.corpus.outputs import output
 
     if args.add_mask:
         from deberta_ds.tokenizer.publish import add_special_tokens
@@ -51,29 +76,35 @@ def main() -> None:
         tokenizer, names = add_special_tokens(args.add_mask, args.out)
         print(f"{args.out}: added {', '.join(names) or 'nothing'}; {tokenizer.size:,} ids")
     else:
-        from deberta_ds.corpus.outputs import output
-
         with output(args.out, cache=args.cache, first=()) as out:
-            tokenizer = train(args, out)
-        print(f"{args.out}: {tokenizer.mask_id:,} subwords, [MASK] = {tokenizer.mask_id}, "
+            tokenizer, said = train(args, out, chosen)
+        print(f"{args.out}: {said}, [MASK] = {tokenizer.mask_id}, "
               f"sha256 {tokenizer.sha256[:16]}")
     print(f"a model's vocabulary follows it: {padded_rows(tokenizer.size):,} rows")
 
 
-def train(args, out: str):
-    """Return the tokenizer trained as the options say."""
-    from deberta_ds.corpus.train_tokenizer import languages_of, train_fast, train_tokenizer
+def train(args, out: str, chosen: tuple):
+    """Return the tokenizer trained or extended as the options say, and what was made."""
+    from deberta_ds.corpus import extend_tokenizer as extension
+    from deberta_ds.corpus import train_tokenizer as training
 
     read = read_options(args)
-    units = plan(args, read)
+    units = plan(args, read) if args.inputs else []
+    symbols = extension.read_symbols(args.add_tokens) if args.add_tokens else []
+    if args.extend:
+        texts = training.sample_texts(units, args.sample_bytes, read, max_bad=args.max_bad)
+        return extension.extend_tokenizer(args.extend, out, symbols, args.learn, texts)
     recipe = {"pieces": args.vocab_size, "sample_bytes": args.sample_bytes, "read": read,
-              "character_coverage": args.character_coverage, "max_bad": args.max_bad}
+              "character_coverage": args.character_coverage, "max_bad": args.max_bad,
+              "choices": training.TextChoices(tuple(symbols), *map(bool, chosen))}
     if args.temperature is not None:
-        recipe["languages"] = languages_of(units, read, args.sample_bytes, args.temperature,
-                                           args.workers, args.max_bad)
+        recipe["languages"] = training.languages_of(
+            units, read, args.sample_bytes, args.temperature, args.workers, args.max_bad)
     if args.kind == "unigram":
-        return train_tokenizer(units, out, threads=args.threads, **recipe)
-    return train_fast(units, out, kind=args.kind, **recipe)
+        tokenizer = training.train_tokenizer(units, out, threads=args.threads, **recipe)
+    else:
+        tokenizer = training.train_fast(units, out, kind=args.kind, **recipe)
+    return tokenizer, f"{args.vocab_size:,} subwords"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,12 @@ from deberta_ds.config.options import STRICT, option
 HOW_COMPUTED = ("attention", "keep_position_terms", "cross_entropy")
 # In which models of one shape may differ: these, and how it is begun and regularized.
 FREE = (*HOW_COMPUTED, "hidden_dropout", "attention_dropout", "init_std")
+ROW_MULTIPLE = 64  # token embeddings of such a height are fast, and divide evenly among GPUs
+
+
+def padded_rows(num_ids: int) -> int:
+    """Return the rows of a token embedding for a tokenizer of `num_ids` ids."""
+    return -(-num_ids // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 # -1 is what Hugging Face and microsoft write for none.

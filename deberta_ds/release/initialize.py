@@ -17,12 +17,10 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import FREE, without_unused
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.release.read_back import SENTENCES, changes_beyond_reach
-from deberta_ds.release.reader import read_release
+from deberta_ds.release.read_back import changes_beyond_reach
 from deberta_ds.release.release import Network, Release
 from deberta_ds.release.reshape import reshape
-from deberta_ds.release.tokenizer_files import open_tokenizer
-from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.release.vocabulary import read_in_vocabulary
 
 # May differ from the source's.
 _FREE_FIELDS = (*FREE, "conv_activation")
@@ -36,12 +34,12 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     """
     if not run.init.source:
         return _generator_words(run)
-    release = read_release(run.init.source)
+    release = read_in_vocabulary(run, run.init.source)
     place = run.init.source
     if run.init.embeddings_only:
         words = _fitting_words(run, release.main, place)
         notes = [f"token embedding of {place}, fixed; the rest is random (first of two stages)",
-                 *_other_tokenizer(run, release)]
+                 *release.notes]
         return {"words.weight": words}, [f"init: {note}" for note in notes]
     objective = objective_of(run)
     networks = _networks(run, release)
@@ -51,7 +49,6 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
         notes += _random_parts(network, objective.HEADS[name])
     if run.model.max_position > release.main.config.largest_distance:
         notes += [f"WARNING: {line}" for line in changes_beyond_reach(release)]
-    notes += _other_tokenizer(run, release)
     lines = dict.fromkeys([f"from {place}", *release.notes, *notes])  # both networks': once
     return tensors, [f"init: {line}" for line in lines]
 
@@ -59,10 +56,11 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
 def _generator_words(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     """Return a cached run's frozen generator's token embedding as the discriminator's first one."""
     place = run.init.generator
-    release = read_release(place)
+    release = read_in_vocabulary(run, place)
     words = _fitting_words(run, release.generator or release.main, place)
     return {"discriminator.words.weight": words}, [
-        f"init: token embedding of the generator of {place}; the rest is random"]
+        f"init: {note}" for note in [
+            f"token embedding of the generator of {place}; the rest is random", *release.notes]]
 
 
 def _fitting_words(run: RunConfig, network: Network, place: str) -> Tensor:
@@ -79,7 +77,8 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
     encoders, place = objective.encoders(run), run.init.source
     main, generator, generator_place = release.main, release.generator, place
     if run.init.generator:
-        other = read_release(run.init.generator)
+        other = read_in_vocabulary(run, run.init.generator)
+        release.notes += other.notes
         generator, generator_place = other.generator or other.main, run.init.generator
         # A delta belongs to the generator it was trained with.
         main = dataclasses.replace(main, tensors={name: tensor for name, tensor in
@@ -112,18 +111,6 @@ def _random_parts(network: Network, head: str) -> list[str]:
     if head == "mlm_head." and not network.config.absolute_input:
         missing += [] if network.has("positions.weight") else ["absolute position table"]
     return [f"WARNING: no {part} in the source; it starts at random" for part in missing]
-
-
-def _other_tokenizer(run: RunConfig, release: Release) -> list[str]:
-    """Return a warning if the source's tokenizer gives other ids than the run's."""
-    own, theirs = Tokenizer(run.data.tokenizer), open_tokenizer(release.tokenizer_files)
-    if theirs is None or theirs.sha256 == own.sha256:
-        return []
-    if theirs.special_ids == own.special_ids and theirs.encode_batch(
-            list(SENTENCES)) == own.encode_batch(list(SENTENCES)):
-        return []  # the same one in another form
-    return [f"WARNING: {run.data.tokenizer} gives other ids than the tokenizer of the source: its "
-            "token embedding was trained with others, and begins as noise"]
 
 
 def _differences(run: ModelConfig, source: ModelConfig) -> list[str]:

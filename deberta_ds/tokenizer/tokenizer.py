@@ -61,6 +61,11 @@ class Tokenizer:
         return Tokenizer.of_files, (self.files, self.path)
 
     @property
+    def special_names(self) -> dict[str, str]:
+        """{role: the piece of its special token}."""
+        return {role: self._engine.pieces[number] for role, number in self.special_ids.items()}
+
+    @property
     def specification(self) -> dict | None:
         """The content of a tokenizer.json that gives these ids; None for SentencePiece."""
         return getattr(self._engine, "specification", None)

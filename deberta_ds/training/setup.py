@@ -24,7 +24,7 @@ from deberta_ds.checkpoint.find import Found, find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule, own_parts, run_config
-from deberta_ds.config.model import ModelConfig
+from deberta_ds.config.model import ModelConfig, padded_rows
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig, SourceConfig
 from deberta_ds.config.toml_files import flatten
@@ -41,15 +41,13 @@ from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model, held_parameters
-from deberta_ds.release.shape import padded_rows
+from deberta_ds.planner.epochs import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import meters
 from deberta_ds.training.best import check_link
 from deberta_ds.training.check import check_alike, check_identity, check_run
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
-# Repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264).
-FEW_EPOCHS, MANY_EPOCHS = 4, 40
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
 
