@@ -124,7 +124,7 @@ def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: s
              compare_with: Path | None = None, **given: Any) -> FinetuningResult:
     """Fine-tune a model on one or several tasks; finished (task, seed) runs in `out` are reused.
 
-    tasks: names of SuperGLUE or GLUE tasks, or TOML files of your own (docs/finetuning.md).
+    tasks: names of SuperGLUE or GLUE tasks, or TOML files of your own (docs/how-to/fine-tune.md).
     model: as `load`. settings: {"epochs": 3, "RTE.learning_rate": 1e-5}. `given` are the options of
     launch/finetune.py: seeds, data, config, deepspeed_config, max_bad, ... Call it on every rank.
 

@@ -116,8 +116,8 @@ class Model:
         """Return {scorer: fp64 [pairs, 2]} of pairs of sentences; higher is better.
 
         Pseudo-log-likelihoods ("pll_word", "pll_piece") of a masked LM or a generator, sums and
-        means of log p(original) ("discriminator_sum", ...) of a discriminator. docs/learning.md
-        says what each is.
+        means of log p(original) ("discriminator_sum", ...) of a discriminator
+        (docs/how-to/evaluate.md).
 
         >>> scores = load(MODEL).score([("She sings.", "She sing.")])
         >>> scores["pll_word"].shape
