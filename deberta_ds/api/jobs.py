@@ -29,7 +29,7 @@ from deberta_ds.release.convert import Summary, convert, seal
 from deberta_ds.report import run_pages
 from deberta_ds.report.model_card import write_card
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
-from deberta_ds.training import loop
+from deberta_ds.training import loop, meters
 
 if TYPE_CHECKING:
     import pandas
@@ -81,6 +81,7 @@ def train(run: str | Path, overrides: Mapping[str, Any] | None = None, *,
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train: call it from the main thread; others cannot listen to signals")
+    meters.count_from_here()
     lines = [f"--{key}={_as_toml(value)}" for key, value in (overrides or {}).items()]
     config, origins = run_config.load(run, lines, partial(shape.complete, resume=resume))
     values = ds_config.load(str(deepspeed_config))
