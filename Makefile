@@ -25,7 +25,7 @@ lint: setup
 	$(BIN)/mypy deberta_ds
 
 docs: .venv-docs/.installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 .venv-docs/.installed: constraints.txt Makefile
 	$(PYTHON) -m venv .venv-docs

@@ -60,7 +60,8 @@ def section(name: str, script: Path) -> str:
         shown = parser._get_formatter()._format_action_invocation(action)
         value = f"One of {', '.join(map(str, action.choices))}. " if action.choices else ""
         meaning = value + parser._get_formatter()._expand_help(action)
-        rows.append(f"| `{escaped(shown)}` | {escaped(' '.join(meaning.split()))} |")
+        meaning = escaped(" ".join(meaning.split())).replace("[", "\\[")  # else a link, as [A][B]
+        rows.append(f"| `{escaped(shown)}` | {meaning} |")
     return f"### {name}\n\n`{script.parent.name}/{script.name}`\n\n{description}\n\n" + \
         "\n".join(rows) + "\n"
 

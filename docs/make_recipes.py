@@ -36,9 +36,10 @@ Time and memory are the planner's ([Plan](../how-to/plan.md)), for {PIECES:,} su
 the CPU fp32). The share of the peak that a card reaches is expected from the price of
 a step on an H100, not measured ([Scale](../explanation/scale.md#the-planner)). That of a CPU is
 measured. The peak memory of a GPU includes {plan.RESERVED_BYTES >> 30} GiB for CUDA, NCCL and
-fragmentation. The `PEAK` that `launch/plan.py` prints does not, but its `fits` counts them. So
-take the days as an order of magnitude, and ask again with your card, your count and the share
-that your first hundred steps log as `mfu`:
+fragmentation. The `PEAK` that `launch/plan.py` prints does not, but its `fits` counts them.
+
+Take the days as an order of magnitude. Ask again with your card, your count and the share that your
+first hundred steps log as `mfu`:
 
     python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu rtx4090 --gpus 2
     python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu mine --gpus 2 \\

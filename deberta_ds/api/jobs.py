@@ -74,9 +74,10 @@ def train(run: str | Path, overrides: Mapping[str, Any] | None = None, *,
     on the first rank; what it raises ends the run. Ctrl-C (a notebook's "interrupt") finishes the
     step, saves and returns. Call it from the main thread, on every rank. UserError as the command.
 
-    >>> result = train(RUN, {"train.steps": 2}, callbacks=[lambda record: None])
-    >>> result.finished, len(result.metrics.query("kind == 'train'"))
-    (True, 2)
+    Examples:
+        >>> result = train(RUN, {"train.steps": 2}, callbacks=[lambda record: None])
+        >>> result.finished, len(result.metrics.query("kind == 'train'"))
+        (True, 2)
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train: call it from the main thread; others cannot listen to signals")
@@ -128,9 +129,10 @@ def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: s
     model: as `load`. settings: {"epochs": 3, "RTE.learning_rate": 1e-5}. `given` are the options of
     launch/finetune.py: seeds, data, config, deepspeed_config, max_bad, ... Call it on every rank.
 
-    >>> result = finetune(TASK, MODEL, OUT, settings={"epochs": 1, "max_length": 32})
-    >>> list(result.summary["tasks"])
-    ['mood']
+    Examples:
+        >>> result = finetune(TASK, MODEL, OUT, settings={"epochs": 1, "max_length": 32})
+        >>> list(result.summary["tasks"])
+        ['mood']
     """
     if isinstance(settings, Mapping):
         settings = [f"--{key if '.' in key else 'all.' + key}={_as_toml(value)}"
@@ -172,8 +174,9 @@ def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataF
     A row that cannot be used is an error, or, up to `max_bad` of them, has "error" in its dict.
     Tables on disk of any size: launch/predict.py. One process.
 
-    >>> predict(FINETUNED, [{"text": "A good day."}]).rows[0]["prediction"] in ("good", "bad")
-    True
+    Examples:
+        >>> predict(FINETUNED, [{"text": "A good day."}]).rows[0]["prediction"] in ("good", "bad")
+        True
     """
     if hasattr(rows, "to_dict"):
         rows = rows.to_dict("records")
@@ -195,8 +198,9 @@ def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = N
     onnx: "fp32" or "int8" adds ONNX files. `repository` is its name on the Hub, for the card.
     Returns notes, checks and warnings. UserError if it cannot be read, or a check fails.
 
-    >>> export(MODEL, OUT + "/exported").checks != ()
-    True
+    Examples:
+        >>> export(MODEL, OUT + "/exported").checks != ()
+        True
     """
     out = Path(out)
     summary = convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx)

@@ -60,14 +60,15 @@ def test_the_page_of_commands_is_current():
         "run python docs/make_commands.py")
 
 
-# What makes the tutorial tiny: less text, a smaller model, fewer steps.
+# What makes the tutorial tiny: less text, a smaller model, fewer steps, one process.
 TINY = {"--out tutorial/text": "--out tutorial/text --max_bytes 300000", "[:500]": "[:20]",
-        "vocab_size = 8000": "vocab_size = 600", "heldout_share = 0.02": "heldout_share = 0.1",
+        "--vocab_size 8000": "--vocab_size 600", "_share 0.02": "_share 0.1",
         "hidden_size = 128": "hidden_size = 32", "num_layers = 4": "num_layers = 2",
         "intermediate_size = 512": "intermediate_size = 64",
-        "steps = 1000": "steps = 4", "epochs = 3": "epochs = 1",
+        "steps = 1000": "steps = 4", "warmup_steps = 50": "warmup_steps = 1",
+        "epochs = 3": "epochs = 1", "deepspeed --num_gpus 2": "python",
         "eval_sequences = 256": "eval_sequences = 4", "every = 250": "every = 4",
-        "every = 25 ": "every = 2 ", "global_batch_size = 32": "global_batch_size = 4",
+        "log_every = 25": "log_every = 2", "global_batch_size = 32": "global_batch_size = 4",
         "micro_batch_size = 16": "micro_batch_size = 2", "max_length = 128": "max_length = 32"}
 
 
@@ -83,7 +84,8 @@ def test_the_tutorial_runs_as_it_is_written(tmp_path):
         assert words in text, words
         text = text.replace(words, tiny)
     environ = ENVIRONMENT | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for kind, title, block in re.findall(r'```(\w+)(?: title="(.+)")?\n(.*?)```', text, re.DOTALL):
+    blocks = re.findall(r'```(\w+)(?: title="([^"\n]+)")?\n(.*?)```', text, re.DOTALL)
+    for kind, title, block in blocks:
         if title:
             (tmp_path / title).write_text(block, encoding="utf-8")
         elif kind == "bash":
