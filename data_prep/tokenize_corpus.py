@@ -12,9 +12,18 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from options import add_cache, add_input_options, add_part, add_workers, plan, read_options, share
+from options import (
+    add_cache,
+    add_fields,
+    add_input_options,
+    add_part,
+    add_workers,
+    plan,
+    read_options,
+    share,
+)
 
-from deberta_ds.base.command_line import fraction, natural, parser_for, positive
+from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly
 
 FEW_DOCUMENTS = 20  # to hold out of a corpus that is small
@@ -23,32 +32,25 @@ SPLIT = (", or divide text files into more documents: --documents blank_line (or
 
 
 def main() -> None:
+    from deberta_ds.corpus.recipe import CorpusRecipe, Recipe
+
     parser = parser_for(__doc__)
     add_input_options(parser)
     parser.add_argument("--out", required=True, help="directory of the corpus")
     parser.add_argument("--tokenizer", required=True,
                         help="a SentencePiece model, tokenizer.json, vocab.json next to "
-                             "merges.txt,"
-                        "vocab.txt, or a directory with one of them")
+                        "merges.txt, vocab.txt, or a directory with one of them")
     parser.add_argument("--heldout_out", help="directory for a held-out corpus (optional)")
     parser.add_argument("--heldout_share", type=share, default=0.01,
                         help="share of documents held out, by a hash of their text")
     parser.add_argument("--drop_heldout", action="store_true",
                         help="drop the documents that --heldout_share would hold out. Use it for "
-                             "the"
-                        "other corpora of a mixture, so that no copies stay there")
-    parser.add_argument("--min_characters", type=positive, default=1,
-                        help="shorter documents are skipped")
-    parser.add_argument("--min_letter_share", type=fraction, default=0.0,
-                        help="documents with a smaller share of letters are skipped")
-    parser.add_argument("--max_bad", type=natural, default=0,
-                        help="unreadable documents allowed (skipped, counted, the first is named)")
+                        "the other corpora of a mixture, so that no copies stay there")
+    add_fields(parser, CorpusRecipe, "min_characters", "min_letter_share", "filters")
+    add_fields(parser, Recipe, "max_bad")
     parser.add_argument("--leave_out", "--duplicates", nargs="+", default=[], metavar="FOUND",
                         help="skip the documents that dedup.py or decontaminate.py listed in these "
                         "directories; they must have read these inputs")
-    parser.add_argument("--filters", metavar="TOML",
-                        help="rules that drop or change documents, such as data_prep/filters/"
-                        "web_en.toml; try them with filter.py")
     add_workers(parser)
     add_part(parser)
     add_cache(parser)

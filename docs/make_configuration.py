@@ -10,6 +10,7 @@ from deberta_ds.config.objective import MASK_DEFAULTS
 from deberta_ds.config.options import Option, options_of, shown_default
 from deberta_ds.config.run_config import run_options
 from deberta_ds.corpus.filter_rules import FilterRules
+from deberta_ds.corpus.recipe import Recipe
 from deberta_ds.finetuning.settings import Settings
 
 PAGE = Path(__file__).with_name("reference") / "configuration.md"
@@ -52,6 +53,11 @@ def page() -> str:
         "## Filters\n\n`data_prep/tokenize_corpus.py --filters FILE` and `data_prep/filter.py` "
         "([Clean a corpus](../how-to/clean-a-corpus.md#filter-documents)).\n\n"
         + _table(options_of(FilterRules), ""))
+    parts.append(
+        "## Recipe of a corpus\n\n`data_prep/build.py --recipe FILE` "
+        "([Prepare a corpus](../how-to/prepare-a-corpus.md#one-command)). "
+        "`--near=0.8` overrides a value; `--explain KEY` prints the same.\n\n"
+        + _table(options_of(Recipe), ""))
     parts.append("## Presets (`model.preset`)\n\n" + _presets())
     return "\n".join(parts)
 

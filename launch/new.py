@@ -1,7 +1,6 @@
 """Write a run file that fits a corpus, devices and hours, with a reason for every value.
 
-    python launch/new.py --corpus shards/web --heldout shards/heldout \\
-        --tokenizer spm.model --devices "4 x a100" --hours 24
+    python launch/new.py --corpus shards --devices "4 x a100" --hours 24
 
 Takes the shipped recipe of the largest model for which a few epochs of the text, and the hours at
 the planner's speed, give enough tokens; changes what has to differ; prints the commands to run.
@@ -17,8 +16,8 @@ from deberta_ds.base.files import write_atomic
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--corpus", required=True, metavar="DIR", help="packed corpus, or a "
-                        "directory with corpus.json, which names train, heldout and tokenizer")
+    parser.add_argument("--corpus", required=True, metavar="DIR", help="directory made by "
+                        "build.py, or a packed corpus")
     parser.add_argument("--heldout", metavar="DIR", help="packed held-out corpus")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer of the corpus")
     parser.add_argument("--devices", required=True, help='"2 cpu" (cores), "4 x a100", ...')

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, core_schema
 
 from deberta_ds.base import own_code
+from deberta_ds.base.command_line import as_typed, columns, fill
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.own_code import is_own
 
@@ -151,6 +152,16 @@ def describe(options: list[Option], word: str = "") -> list[str]:
             limits = f", {option.limits}" if option.limits else ""
             lines += [option.key, f"    {option.meaning}", f"    {option.kind}; {default}{limits}"]
     return lines
+
+
+def explain(options: list[Option], word: str, what: str) -> None:
+    """Print the options of a file whose key contains `word`; ConfigError if there is none."""
+    lines = describe(options, word)
+    if not lines:
+        raise ConfigError(f"--explain {word}: no key of a {what} has this in its name"
+                          f"{nearest(word, [option.key for option in options])}")
+    for line in lines:
+        print(fill(as_typed(line), columns() - 1, hanging=4))
 
 
 def shown_default(option: Option) -> str:

@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line
+from deberta_ds.config.built import apply_built
 from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
 from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
 from deberta_ds.config.options import (
@@ -29,7 +30,7 @@ from deberta_ds.config.options import (
     options_of,
     validate,
 )
-from deberta_ds.config.toml_files import flatten, parse_override, read_toml, set_value
+from deberta_ds.config.toml_files import flatten, read_with_overrides
 
 Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of a run file
 _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
@@ -321,6 +322,11 @@ def run_options() -> list[Option]:
             one = dataclasses.replace(one, follows="the tokenizer's ids padded to 64")
         elif one.required and one.key.startswith("model."):
             one = dataclasses.replace(one, follows="of the preset, or the source of [init]")
+        elif one.key == "data.sources":
+            found.append(Option("data.corpus", "text", False, None, "", "directory made by "
+                                "data_prep/build.py, for sources, heldout and tokenizer"))
+        if one.key in ("data.sources", "data.tokenizer"):
+            one = dataclasses.replace(one, follows="of data.corpus")
         found.append(dataclasses.replace(one, key=one.key.replace("init.source", "init.from")))
     return found
 
@@ -334,17 +340,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
     at once.
     """
     path = command_line.find(path)
-    values = read_toml(path, "run config", "launch/runs/demo.toml")
-    origins = {key: str(path) for key in flatten(values)}
-    for override in overrides:
-        key, value = parse_override(override)
-        try:
-            set_value(values, key, value)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        origins = {name: origin for name, origin in origins.items()
-                   if not name.startswith(f"{key}.")}  # a table takes the place of the whole
-        origins |= dict.fromkeys(flatten({key: value}), "command line")
+    values, origins = read_with_overrides(path, overrides, "run config", "launch/runs/demo.toml")
     _apply_defaults(values, origins, str(path))
     if complete:
         complete(values, origins)
@@ -358,6 +354,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
 
 
 def _apply_defaults(values: dict, origins: dict, place: str) -> None:
+    if isinstance(values.get("data"), dict) and "corpus" in values["data"]:
+        apply_built(values["data"], origins)
     init = values.get("init")
     if isinstance(init, dict) and "from" in init:  # no name for a Python attribute
         init["source"] = init.pop("from")

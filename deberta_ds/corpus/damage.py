@@ -5,9 +5,9 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import groupby
 
-from deberta_ds.base.errors import UserError, naming, still_at_work
+from deberta_ds.base.errors import UserError, naming, still_at_work, tell
 from deberta_ds.base.numbers import counted
-from deberta_ds.corpus.documents import Extent, ReadOptions, split, whole_inputs
+from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units, split, whole_inputs
 from deberta_ds.corpus.encode import Cleaner, CleanOptions, batches
 from deberta_ds.corpus.identity import extents_of
 from deberta_ds.corpus.inputs import open_bytes
@@ -15,6 +15,23 @@ from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import FORK
 
 _HUGE_BYTES = 1 << 22
+
+
+def plan_whole(inputs: list[str], read: ReadOptions, unit_bytes: int, *, skip_bad_files: int,
+               max_bad: int, workers: int, is_divided: bool) -> list[list[Extent]]:
+    """Return the work units of inputs without up to `skip_bad_files` damaged ones; UserError for
+    more. `is_divided`: somebody has said what a document is.
+    """
+    bad = damaged_files(inputs, read, workers, max_bad) if skip_bad_files else {}
+    for why in bad.values():
+        tell(f"bad file: {why}")
+    if len(bad) > skip_bad_files:
+        raise UserError(f"{next(iter(bad))}: bad, like {len(bad) - 1} more; --skip_bad_files "
+                        f"allows {skip_bad_files}; repair or fetch them, or allow more")
+    units = plan_units(inputs, read, unit_bytes, bad)
+    if not is_divided:
+        refuse_huge(units)
+    return units
 
 
 def damaged_files(inputs: list[str], read: ReadOptions, workers: int, max_bad: int = 0

@@ -63,7 +63,8 @@ class Extent:
     """Part of one input: bytes [start, end), or row groups of parquet, or one shard of a stream.
 
     `state` changes when the input does: its content (identity.py), or what a remote file system
-    says. `stamp` of a local file: how it looked when the work was planned.
+    says. `stamp` of a local file: how it looked when the work was planned. `read`: how it is read,
+    where work units of several corpora are read in ways of their own.
     """
 
     path: str
@@ -72,6 +73,7 @@ class Extent:
     end: int
     state: str = ""
     stamp: str = ""
+    read: ReadOptions | None = None
 
     @property
     def source(self) -> str:
@@ -154,13 +156,13 @@ def whole_inputs(inputs: list[str], options: ReadOptions, unit_bytes: int = 0
         more = ", ..." if len(skipped) > 5 else ""
         print(f"note: {len(skipped)} files of unknown kind skipped: "
               f"{', '.join(skipped[:5])}{more}", file=sys.stderr, flush=True)
-    _check_named_once(given)
+    check_named_once(given)
     if not extents:
         raise UserError(f"no input files in {' '.join(inputs)}")
     return extents
 
 
-def _check_named_once(given: list[list[tuple[Extent, int]]]) -> None:
+def check_named_once(given: list[list[tuple[Extent, int]]]) -> None:
     """Raise UserError if two inputs name one file; within one, names may be links to one."""
     named: dict[str, tuple[int, str]] = {}
     for number, extents in enumerate(given):

@@ -24,7 +24,7 @@ from deberta_ds.data.corpus import check_file, map_array
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
-FINDINGS_VERSION = 3
+FINDINGS_VERSION = 4
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
 _MERGED_AT_ONCE = 1 << 20
 _COUNTS = {"duplicate": {"documents", "exact", "near"},
@@ -38,9 +38,8 @@ class _Manifest:
     """What the manifest of findings holds, and as what."""
 
     reason: Literal["duplicate", "contaminated"]
-    read: dict[str, Any]
     text_rules: int
-    inputs: dict[str, str]  # source: its state
+    inputs: dict[str, tuple[str, dict[str, Any]]]  # source: its state, how it was divided
     files: dict[str, tuple[int, str]]  # name: size and xxh3
     counts: dict[str, int]
 
@@ -83,14 +82,15 @@ class Findings:
     def check(self, extents: Iterable[Extent], read: ReadOptions) -> None:
         """UserError unless these inputs, as they are, were searched with the same options."""
         path, manifest = self._directory / MANIFEST, self._manifest
-        if manifest["read"] != _dividing(read) or manifest["text_rules"] != TEXT_RULES_VERSION:
-            raise UserError(f"{path}: found with other reading options, {manifest['read']}, where "
-                            f"now they are {_dividing(read)}; {_AGAIN}")
-        inputs = manifest["inputs"]
+        inputs, same_rules = manifest["inputs"], manifest["text_rules"] == TEXT_RULES_VERSION
         for extent in extents:
-            if inputs.get(extent.source) != extent.state:
+            state, then = inputs.get(extent.source, ("", {}))
+            if state != extent.state:
                 what = "changed since" if extent.source in inputs else "not among the inputs of"
                 raise UserError(f"{extent.path}: {what} the search in {self._directory}; {_AGAIN}")
+            if then != (now := _dividing(extent.read or read)) or not same_rules:
+                raise UserError(f"{path}: found with other reading options, {then}, where now they "
+                                f"are {now}; {_AGAIN}")
 
     def has(self, source: str, where: int) -> bool:
         """Return whether the document at `where` of an input was found."""
@@ -100,14 +100,10 @@ class Findings:
         return index < high and int(self._places[index]) == where
 
 
-def input_files(extents: Iterable[Extent]) -> dict[str, str]:
-    """Return {source: its state} of all inputs in order."""
-    return {extent.source: extent.state for extent in extents}
-
-
 def number_of(extents: Iterable[Extent]) -> dict[str, int]:
     """Return {source: its number} of inputs: among all of them, or those of one unit."""
-    return {source: number for number, source in enumerate(input_files(extents))}
+    return {source: number for number, source in enumerate(
+        dict.fromkeys(extent.source for extent in extents))}
 
 
 def finish_findings(out: Path, extents: list[Extent], read: ReadOptions, reason: str, counts: dict
@@ -116,8 +112,9 @@ def finish_findings(out: Path, extents: list[Extent], read: ReadOptions, reason:
     check_unchanged(extents)
     sums = {name: [(out / f"{name}.npy").stat().st_size, xxh3(out / f"{name}.npy")]
             for name in ("starts", "places")}
-    manifest = {"version": FINDINGS_VERSION, "reason": reason, "read": _dividing(read),
-                "text_rules": TEXT_RULES_VERSION, "inputs": input_files(extents), "files": sums,
+    inputs = {extent.source: (extent.state, _dividing(extent.read or read)) for extent in extents}
+    manifest = {"version": FINDINGS_VERSION, "reason": reason,
+                "text_rules": TEXT_RULES_VERSION, "inputs": inputs, "files": sums,
                 "bad_files": bad_files_of([extents]), "counts": counts}
     write_atomic(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 

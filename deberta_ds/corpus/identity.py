@@ -26,8 +26,10 @@ def identified(units: list[list[Extent]], out: str | Path, part: Part = None) ->
     """Return the work units with the contents of local files as their states, by names that follow
     from these; a part of an array looks at the files of its own units alone.
     """
-    known = read_inputs(out)
-    files = {extent.path: extent.stamp for extent in extents_of(units, part) if extent.stamp}
+    extents = [extent for extent in extents_of(units, part) if extent.stamp]
+    files = {extent.path: extent.stamp for extent in extents}
+    known = read_inputs(out) | {extent.path: [extent.stamp, extent.state] for extent in extents
+                                if extent.state != extent.stamp}  # by an earlier call
     new = [path for path, stamp in files.items() if known.get(path, [""])[0] != stamp]
     with ThreadPoolExecutor() as pool, still_at_work(lambda: f"hash {len(new):,} inputs"):
         known |= {path: [files[path], state]
@@ -35,7 +37,8 @@ def identified(units: list[list[Extent]], out: str | Path, part: Part = None) ->
     named = [[replace(extent, state=known[extent.path][1]) if extent.path in files else extent
               for extent in unit] for unit in units]
     return {digest_of(f"{extent.path} {extent.kind} {extent.start} {extent.end} {extent.state}"
-                      for extent in unit if extent.kind != BAD): unit for unit in named}
+                      f"{extent.read or ''}" for extent in unit if extent.kind != BAD): unit
+            for unit in named}
 
 
 def digest_of(parts: Iterable[str]) -> str:

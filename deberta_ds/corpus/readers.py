@@ -22,9 +22,12 @@ _BLOCK_BYTES = 1 << 18
 _EMPTY_LINE: dict = {}  # what an empty line of JSON lines stands for
 
 
-def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
-    """Yield the documents of one unit in order; unreadable ones have `problem` set."""
+def read_unit(unit: list[Extent], read: ReadOptions) -> Iterator[Document]:
+    """Yield the documents of one unit in order; unreadable ones have `problem` set. `read`: how the
+    extents are read that do not say so themselves.
+    """
     for extent in joined(unit):
+        options = extent.read or read
         with naming(extent.path):
             if extent.kind == "json" and is_json_list(extent.path):
                 yield from _read_records(replace(extent, kind="list"), options)

@@ -101,7 +101,8 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
     """Return how much there is of each language, and how much of it a sample of `sample_bytes`
     takes (of all bytes, if those are fewer). Reads all of the input; prints the shares.
     """
-    if not (read.label_key or read.label_from_directory):
+    reads = [extent.read or read for extent in extents_of(units)]
+    if not any(one.label_key or one.label_from_directory for one in reads):
         raise UserError("--temperature needs to know the languages; give --label_key or "
                         "--label_from_directory")
     totals: dict[str, list[int]] = {}

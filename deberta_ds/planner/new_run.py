@@ -7,18 +7,18 @@ many tokens as it wants at least; that of the smallest model is for all that is 
 import json
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.json_files import read_json
 from deberta_ds.base.numbers import format_count, format_duration
 from deberta_ds.config import run_config
+from deberta_ds.config.built import BUILT, read_built
 from deberta_ds.config.model import padded_rows
 from deberta_ds.config.toml_files import read_toml, set_value
 from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.shards import Manifest, read_manifest
+from deberta_ds.data.shards import read_manifest
 from deberta_ds.engine import ds_config
 from deberta_ds.model import cpu
 from deberta_ds.objectives.build import objective_of
@@ -44,12 +44,19 @@ Changes = dict[str, tuple[Any, str]]  # {key of a run file: (value, reason)}
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus, what belongs to it, and the sequence lengths for which it is packed."""
+    """Keys of [data], what there is to train on and to evaluate with (in the smallest held-out
+    corpus), and the sequence lengths for which all is packed.
+    """
 
-    paths: dict[str, str]  # train, heldout, tokenizer
-    train: Manifest
-    heldout: Manifest
+    data: dict[str, Any]  # sources, heldout, tokenizer
+    tokens: int
+    heldout_tokens: int
+    vocab_size: int
     packed: list[int]
+
+    @property
+    def directories(self) -> list[str]:
+        return [source["path"] for source in self.data["sources"]] + _heldout(self.data)
 
 
 @dataclass(frozen=True)
@@ -65,17 +72,24 @@ class Devices:
 
 def open_corpus(directory: str, heldout: str | None, tokenizer: str | None) -> Text:
     """Return the corpus of a directory; options go before its corpus.json."""
-    paths, file = {"train": directory}, Path(directory) / "corpus.json"
-    if file.exists():
-        paths = {key: str(Path(directory) / str(path)) for key, path in read_json(file).items()}
-    paths |= {key: path for key, path in (("heldout", heldout), ("tokenizer", tokenizer)) if path}
-    for key in ("train", "heldout", "tokenizer"):
-        if key not in paths:
-            raise UserError(f"{directory}: no corpus.json in it names its {key}; give --{key} PATH")
-    lengths = [{int(plan.parent.name[5:]) for plan in Corpus.row_plans(paths[key])}
-               for key in ("train", "heldout")]
-    return Text(paths, read_manifest(paths["train"])[0], read_manifest(paths["heldout"])[0],
-                sorted(lengths[0] & lengths[1]))
+    is_built = (Path(directory) / BUILT).exists()
+    data = read_built(directory) if is_built else {"sources": [{"path": directory}]}
+    data |= {key: path for key, path in (("heldout", heldout), ("tokenizer", tokenizer)) if path}
+    for key in ("heldout", "tokenizer"):
+        if not data.get(key):
+            raise UserError(f"{directory}: no {BUILT} in it names its {key}; give --{key} PATH")
+    train = [read_manifest(source["path"])[0] for source in data["sources"]]
+    held_out = [read_manifest(path)[0] for path in _heldout(data)]
+    text = Text(data, sum(one.tokens for one in train), min(one.tokens for one in held_out),
+                train[0].vocab_size, [])
+    lengths = [{int(plan.parent.name[5:]) for plan in Corpus.row_plans(path)}
+               for path in text.directories]
+    return replace(text, packed=sorted(set.intersection(*lengths)))
+
+
+def _heldout(data: dict[str, Any]) -> list[str]:
+    found = data["heldout"]
+    return list(found.values()) if isinstance(found, dict) else [found]
 
 
 def open_devices(words: str) -> Devices:
@@ -100,7 +114,7 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
     """
     ds = ds_config.load(f"ds_configs/{devices.json_name.format(1)}.json")
     seconds, larger, gpu = _USED * 3600 * hours, "", devices.gpu
-    ranks, tokens = devices.gpus * devices.nodes, text.train.tokens
+    ranks, tokens = devices.gpus * devices.nodes, text.tokens
     for recipe, least, finetune in RECIPES:
         file = f"launch/runs/{recipe.format(objective or 'mlm')}.toml"
         changes = _of_text(file, text, objective or ("rtd" if least else "mlm"), name)
@@ -144,16 +158,15 @@ def _run(file: str, changes: Changes) -> run_config.RunConfig:
 
 
 def _of_text(file: str, text: Text, kind: str, name: str) -> Changes:
-    given, held_out, paths = _run(file, {}), text.heldout.tokens, text.paths
+    given, held_out = _run(file, {}), text.heldout_tokens
     length = min(text.packed or [given.data.seq_len], key=lambda n: abs(n - given.data.seq_len))
     return {
         "name": (name, ""), "out_dir": (f"runs/{name}", ""), "objective.kind": (
             kind, "mlm teaches small models more (docs/evidence/learning.md), rtd others"),
-        "model.vocab_size": (padded_rows(text.train.vocab_size),
-                             f"the {text.train.vocab_size:,} ids of the tokenizer, padded"),
+        "model.vocab_size": (padded_rows(text.vocab_size),
+                             f"the {text.vocab_size:,} ids of the tokenizer, padded"),
         "model.max_position": (max(length, given.model.max_position), ""),
-        "data.sources": ([{"path": paths["train"]}], ""),
-        "data.heldout": (paths["heldout"], ""), "data.tokenizer": (paths["tokenizer"], ""),
+        **{f"data.{key}": (value, "") for key, value in text.data.items()},
         "data.seq_len": (length, "as packed" if text.packed else "as in the recipe"),
         "train.eval_sequences": (max(1, min(512, held_out // length)),
                                  f"of {format_count(held_out)} tokens held out")}
@@ -208,9 +221,9 @@ def _toml(value: Any) -> str:
 
 def commands(out: str, text: Text, devices: Devices, stage: int) -> str:
     """Return the commands that pack the corpus where it is not, check the run, and train."""
-    paths, length = text.paths, _run(out, {}).data.seq_len
-    pack = (f"python data_prep/pack.py {paths['train']} {paths['heldout']} --tokenizer "
-            f"{paths['tokenizer']} --seq_len {length}\n") * (length not in text.packed)
+    length = _run(out, {}).data.seq_len
+    pack = (f"python data_prep/pack.py {' '.join(text.directories)} --tokenizer "
+            f"{text.data['tokenizer']} --seq_len {length}\n") * (length not in text.packed)
     cores = f"DS_ACCELERATOR=cpu OMP_NUM_THREADS={devices.threads} " * devices.gpu.is_cpu
     start = (f"{cores}deepspeed --num_gpus {devices.gpus} launch/pretrain.py --config {out} "
              f"--deepspeed_config ds_configs/{devices.json_name.format(max(1, stage))}.json")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from deberta_ds import __version__
-from deberta_ds.base.command_line import fill
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_count
@@ -27,7 +26,7 @@ from deberta_ds.config import batch_schedule, own_parts, run_config
 from deberta_ds.config.model import ModelConfig, padded_rows
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig, SourceConfig
-from deberta_ds.config.toml_files import flatten
+from deberta_ds.config.toml_files import flatten, non_default_texts
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.remote import Cache
@@ -175,7 +174,11 @@ def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Itera
 
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
     """Return what a user wants to know at the start: the model, the data, non-default values."""
-    lines = _non_default_lines(run, origins)
+    values, usual = run_config.to_dict(run), run_config.to_dict(SourceConfig(path=" "))
+    for source in values["data"]["sources"]:
+        for key in [key for key in source if source[key] == usual[key]]:
+            del source[key]
+    lines = non_default_texts(values, origins, "run")
     stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
     matmuls = ds_config.matmul_precision(inputs.ds)
     if matmuls != precision:
@@ -253,24 +256,6 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
         lines.append(f"WARNING: train.global_batch_size = {run.train.global_batch_size:,} is more "
                      f"than the {available:,} sequences of the data: one step repeats some")
     return lines
-
-
-def _non_default_lines(run: RunConfig, origins: dict[str, str]) -> list[str]:
-    """Return a text for each origin of values that are no defaults: a paragraph per section."""
-    values = flatten(run_config.to_dict(run))
-    usual = run_config.to_dict(SourceConfig(path=" "))
-    values["data.sources"] = [{key: value for key, value in source.items() if value != usual[key]}
-                              for source in values["data.sources"]]
-    groups: dict[str, dict[str, list[str]]] = {}
-    for key, origin in origins.items():
-        if key in values and origin != "default":
-            section, _, name = key.rpartition(".")
-            value = json.dumps(values[key], ensure_ascii=False).replace(" ", "\0")
-            groups.setdefault(origin, {}).setdefault(section or "run", []).append(
-                f"{name}\0=\0{value}")
-    return ["\n".join([f"set by {origin}:", *(
-        fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, hanging=26).replace("\0", " ")
-        for section, pairs in sections.items())]) for origin, sections in groups.items()]
 
 
 def versions() -> dict[str, str]:

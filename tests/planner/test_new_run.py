@@ -21,7 +21,7 @@ def corpus(root, tokens: int, vocabulary: int = 8001):
         shard = ShardInfo("a", count, 1 + count // 500, 2 * count, "", 8, "")
         write_manifest(root / name, Manifest("uint16", vocabulary, "0" * 64, {}, {}, {}, (shard,)))
     (root / "corpus.json").write_text(json.dumps(
-        {"train": "train", "heldout": "heldout", "tokenizer": "spm.model"}))
+        {"sources": {"train": 1.0}, "heldout": {"web": "heldout"}, "tokenizer": "spm.model"}))
     return new_run.open_corpus(str(root), None, None)
 
 
