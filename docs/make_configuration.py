@@ -68,8 +68,9 @@ def _table(options: list[Option], prefix: str) -> str:
         default = option.follows or (
             "(required)" if option.required else f"`{shown_default(option)}`")
         kind = option.kind.replace("|", "\\|")
+        meaning = option.meaning.replace("][", "]\\[")  # else a link
         rows.append(f"| `{option.key.removeprefix(prefix)}` | {kind} | {default} | {option.limits} "
-                    f"| {option.meaning} |")
+                    f"| {meaning} |")
     return "\n".join(rows) + "\n"
 
 
