@@ -1,4 +1,4 @@
-"""Write docs/recipes.md from the recipes and the planner: python docs/make_recipes.py (minutes)."""
+"""Write docs/reference/recipes.md by the planner: python docs/make_recipes.py (minutes)."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,7 +15,7 @@ from deberta_ds.planner.gpus import card_of, cpu_ranks
 from deberta_ds.planner.speed import expected_mfu
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/recipes.md"
+PAGE = ROOT / "docs/reference/recipes.md"
 RECIPES = ROOT / "launch/runs/lab"
 PIECES = 32_000  # of the tokenizer in README.md
 ROWS = -(-(PIECES + 1) // 64) * 64  # of the token embedding
@@ -28,22 +28,25 @@ CARDS = {  # recipe: (card, GPUs)
 }
 HEAD = f"""# Recipes for a small laboratory
 
+After this page you can choose a shipped run file for your text and your GPUs.
+
 Made by `python docs/make_recipes.py` from `launch/runs/lab/` and the planner; do not edit.
 
-Time and memory are the planner's ([scale](scale.md)), for a tokenizer of {PIECES:,} pieces and bf16
-(on the CPU fp32). The share of the peak that a card reaches is expected from the price of a step on
-an H100, not measured ([scale](scale.md)); that of a CPU is measured. The peak memory of a GPU
-includes {plan.RESERVED_BYTES >> 30} GiB for CUDA, NCCL and fragmentation; the `PEAK` that
-`launch/plan.py` prints does not, but its `fits` counts them. So take the days as an order of
-magnitude, and ask again with your card, your count and the share that your first hundred steps log
-as `mfu`:
+Time and memory are the planner's ([Plan](../how-to/plan.md)), for {PIECES:,} subwords and bf16 (on
+the CPU fp32). The share of the peak that a card reaches is expected from the price of
+a step on an H100, not measured ([Scale](../explanation/scale.md#the-planner)). That of a CPU is
+measured. The peak memory of a GPU includes {plan.RESERVED_BYTES >> 30} GiB for CUDA, NCCL and
+fragmentation. The `PEAK` that `launch/plan.py` prints does not, but its `fits` counts them.
+
+Take the days as an order of magnitude. Ask again with your card, your count and the share that your
+first hundred steps log as `mfu`:
 
     python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu rtx4090 --gpus 2
     python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu mine --gpus 2 \\
         --tflops 120 --memory_gb 48 --mfu 0.2
 
 Before the tokenizer is there, say its size: `--model.vocab_size={ROWS}`. Else the plan is for the
-128,100 words of the preset; it says which vocabulary it took.
+128,100 rows of the preset; it says which vocabulary it took.
 
 For a corpus, devices and hours of your own, from 1 MB of text on,
 `launch/new.py` writes a run file:

@@ -41,7 +41,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes", type=positive, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--mfu", type=_share,
                         help="expected share of the peak FLOP/s (default: by width and length of "
-                             "the model, docs/scale.md)")
+                             "the model, docs/explanation/scale.md)")
     parser.add_argument("--price_per_hour", type=_sheet_number,
                         help="price of a GPU (or core) per hour, to print the cost of the run")
     parser.add_argument("--html", metavar="FILE", help="also write an HTML report with a picture")

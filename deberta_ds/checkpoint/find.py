@@ -274,7 +274,8 @@ def restore(engine, state: SavedState) -> None:
 
     Call on every rank. Raises CheckpointError if the engine has other parameters. Each rank reads
     the slices that it owns, one buffer in memory at a time, so world size and stage may differ.
-    DeepSpeed's own loaders unpickle, and 0.19.8's go wrong silently (docs/reliability.md).
+    DeepSpeed's own loaders unpickle, and 0.19.8's go wrong silently
+    (docs/explanation/reliability.md).
     """
     layout = layout_of(engine)
     # What may fail comes first, on all ranks together: writing into an engine has collectives.

@@ -1,7 +1,7 @@
 """Every option of a config class: its key, type, default, limits and meaning.
 
-Read from the classes themselves, so that `--explain`, docs/configuration.md and the error of a
-value outside its limits cannot say something else than the code does.
+Read from the classes themselves, so that `--explain`, docs/reference/configuration.md and the error
+of a value outside its limits cannot say something else than the code does.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below",
 def option(meaning: str, default: Any = ..., **limits: Any) -> Any:
     """Return a field with what it means and its limits (ge, gt, le, lt); without default: required.
 
-    The meaning stands in docs/configuration.md and in the error of a value outside the limits.
+    The meaning stands in docs/reference/configuration.md and in the errors of wrong values.
     """
     return Field(default=default, description=meaning, **limits)
 

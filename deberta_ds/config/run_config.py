@@ -283,7 +283,7 @@ class RunConfig:
             raise ValueError("init.generator needs init.from")
         if self.init.embeddings_only and self.objective.kind != "mlm":
             raise ValueError("init.embeddings_only is the first stage of two and needs "
-                             'objective.kind = "mlm" (docs/interop.md)')
+                             'objective.kind = "mlm" (docs/how-to/adapt-a-public-model.md)')
         stored = [f"data.sources[{number}].replaced"
                   for number, source in enumerate(self.data.sources) if source.replaced]
         stored += ["data.heldout_replaced"] * bool(self.data.heldout_replaced)

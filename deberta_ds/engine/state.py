@@ -133,7 +133,8 @@ def _cut_of(engine) -> Literal["whole", "line", "parameter"]:
     kind = type(optimizer).__name__
     if kind not in _CUTS:
         raise CheckpointError(f"the DeepSpeed config leads to {kind}, whose state could not be "
-                              "saved and loaded; use plain ZeRO-0, 1, 2 or 3 (docs/reliability.md)")
+                              "saved and loaded; use plain ZeRO-0, 1, 2 or 3 "
+                              "(docs/explanation/reliability.md)")
     return _CUTS[kind]
 
 

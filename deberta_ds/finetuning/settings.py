@@ -2,7 +2,7 @@
 
 A settings file has a table [all] and one for each task that differs; overrides are written as those
 of a run file: --all.epochs=3, --RTE.epochs=4. The defaults are for base and small encoders; sources
-of every number are in docs/finetuning.md.
+of every number are in docs/how-to/benchmarks.md.
 """
 
 from collections.abc import Iterable, Mapping

@@ -77,7 +77,7 @@ GPUS = {
     "rtx4080": Gpu({"bf16": 97.5e12, "fp32": 48.7e12}, 16e9, 32e9, 12.5e9, 0.72e12),
     "rtx3090ti": Gpu({"bf16": 80e12, "fp32": 40e12}, 24e9, 32e9, 12.5e9, 1.01e12),
     "rtx3090": Gpu({"bf16": 71e12, "fp32": 35.6e12}, 24e9, 32e9, 12.5e9, 0.94e12),
-    # One core of a Zen 4: matmuls as measured (docs/performance.md), 8 GB, gloo in shared memory.
+    # One core of a Zen 4: matmuls as measured (docs/evidence/performance.md), 8 GB, gloo.
     "cpu": Gpu({"bf16": 200e9, "fp32": 95e9}, 8e9, 10e9, 1e9, is_cpu=True),
 }
 

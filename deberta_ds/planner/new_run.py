@@ -35,7 +35,7 @@ RECIPES = (  # (run file, fewest tokens that its model is worth, how to fine-tun
     ("lab/lab_xsmall_cpu", 3e8, "--config launch/runs/superglue/xsmall.toml"),
     ("small_{}", 0, "--all.learning_rate=1e-3; with 2e-5, the default, it stays at chance"))
 _USED = 0.85  # of the hours: the rest is for the start, evaluations and saves
-_LEARNS = 15_000_000  # tokens in which the smallest model learns something (docs/learning.md)
+_LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/learning.md)
 _FEWEST_STEPS, _ENOUGH_STEPS, _SMALLEST_BATCH = 100, 1000, 2048  # the last in tokens
 _MICRO_TOKENS = {True: 2048, False: 16_384}  # by is_cpu: most of a forward pass
 
@@ -162,7 +162,7 @@ def _of_text(file: str, text: Text, kind: str, name: str) -> Changes:
     length = min(text.packed or [given.data.seq_len], key=lambda n: abs(n - given.data.seq_len))
     return {
         "name": (name, ""), "out_dir": (f"runs/{name}", ""), "objective.kind": (
-            kind, "mlm teaches small models more (docs/learning.md), rtd others"),
+            kind, "mlm teaches small models more (docs/evidence/learning.md), rtd others"),
         "model.vocab_size": (padded_rows(text.vocab_size),
                              f"the {text.vocab_size:,} ids of the tokenizer, padded"),
         "model.max_position": (max(length, given.model.max_position), ""),
@@ -227,5 +227,5 @@ def commands(out: str, text: Text, devices: Devices, stage: int) -> str:
     cores = f"DS_ACCELERATOR=cpu OMP_NUM_THREADS={devices.threads} " * devices.gpu.is_cpu
     start = (f"{cores}deepspeed --num_gpus {devices.gpus} launch/pretrain.py --config {out} "
              f"--deepspeed_config ds_configs/{devices.json_name.format(max(1, stage))}.json")
-    more = f"  (on {devices.nodes} nodes: docs/cluster.md)" * (devices.nodes > 1)
+    more = f"  (on {devices.nodes} nodes: docs/how-to/several-nodes.md)" * (devices.nodes > 1)
     return f"{pack}{start} --check\n{start}{more}"

@@ -3,7 +3,7 @@
 GPUs: the price of a step of 16,384 tokens on an H100, operator by operator (benchmarks/
 step_cost.py; `python -m benchmarks.studies.mfu_table`); no run on a GPU is behind it. What a step
 takes beyond its matmuls is taken to grow with a card's peak by the bandwidth of its memory: from
-256 wide on 1 to 13 % below the same prices for an A100. Cores of a CPU: docs/performance.md.
+256 wide on 1 to 13 % below the same prices for an A100. CPU: docs/evidence/performance.md.
 """
 
 import numpy as np

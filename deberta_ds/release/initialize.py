@@ -4,9 +4,9 @@ The discriminator's token embedding is E_G + delta, and public files rarely hold
 comes from is decided by `objectives.rtd.parameters` and said in the log:
     taken       the file holds `_weight` with the generator it belongs to
     derived     delta = D - G, exact in fp32, when a generator is given
-    two stages  without a generator a run is refused; docs/interop.md has the recipe: train a fresh
-                generator as a masked LM over the frozen token embeddings
-                (init.embeddings_only), then both
+    two stages  without a generator a run is rejected: train a fresh generator as a masked LM over
+                the frozen token embeddings (init.embeddings_only), then both
+                (docs/how-to/adapt-a-public-model.md)
 """
 
 import dataclasses
@@ -96,7 +96,8 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
     if generator is None:
         raise UserError(f"{place}: has no generator, so replaced-token detection cannot go on from "
                         "it. Give one as init.generator, or make one first: a masked-LM run with "
-                        "init.embeddings_only (the two stages are in docs/interop.md)")
+                        "init.embeddings_only (the two stages are in "
+                        "docs/how-to/adapt-a-public-model.md)")
     generator = reshape(generator, encoders["generator"], run.init.generator_layers,
                         f"init.generator_layers: {generator_place}", release.notes)
     _check_fit(run.model, main.config, place, "model")

@@ -96,7 +96,7 @@ class SentencePieceEngine:
 
     @cached_property
     def _fast_processor(self) -> sentencepiece.SentencePieceProcessor:
-        """The processor for texts under the rules of docs/data.md, which are not changed by the
+        """The processor for texts under the rules of docs/explanation/data.md, not changed by the
         normalizer that holds those rules: without it, which is a tenth of the work.
         """
         if self.normalizes_itself:

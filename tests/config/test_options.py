@@ -22,8 +22,8 @@ CLASSES = [value for value in {**vars(objective), **vars(run_config), **vars(rec
 
 def test_the_page_is_current():
     made = runpy.run_path(str(ROOT / "docs/make_configuration.py"))
-    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == made["page"](), (
-        "run python docs/make_configuration.py")
+    page = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
+    assert page == made["page"](), "run python docs/make_configuration.py"
 
 
 @pytest.mark.parametrize("cls", [run_config.RunConfig, Settings, recipe.Recipe])

@@ -237,7 +237,7 @@ def test_the_lowest_stage_that_is_about_as_fast_is_recommended(days, stage):
 
 
 def test_cores_of_a_cpu_are_planned_as_they_were_measured(monkeypatch):
-    """docs/performance.md: 401 tokens/s in fp32 and 738 in bf16 of xsmall at 16 x 128, one core."""
+    """docs/evidence/performance.md: xsmall at 16 x 128, 401 tokens/s in fp32 and 738 in bf16."""
     monkeypatch.chdir(ROOT)
     run, _ = run_config.load("launch/runs/v3_xsmall.toml", [
         "--objective.kind=mlm", "--data.seq_len=128", "--train.micro_batch_size=16",
