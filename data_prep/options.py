@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,11 @@ def add_fields(parser: argparse.ArgumentParser, cls: type, *names: str) -> None:
 
     for one in options_of(cls):
         if one.key in names:
+            kinds = {int: "N", float: "X"}
             how = {"action": "store_true"} if one.default is False else {
-                "type": partial(value_of, one=one)}
+                "type": partial(value_of, one=one), "metavar": kinds.get(type(one.default))}
+            if known := list(filter(None, re.findall(r'"(\w*)"', one.kind))):
+                how |= {"choices": known, "metavar": None}
             parser.add_argument(f"--{one.key}", default=one.default, help=one.meaning, **how)
 
 
