@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -105,6 +106,16 @@ def temporary_directory() -> Path:
         raise UserError(f"{path} belongs to another user, who could change what is in it; set "
                         "TMPDIR to a directory of your own")
     return path
+
+
+def link(path: Path, to: Path) -> None:
+    """Give a file a second name; a copy of it on another file system, or one without hard links."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.unlink(missing_ok=True)
+    try:
+        os.link(path, to)
+    except OSError:
+        shutil.copyfile(path, to)
 
 
 def sync_directory(path: str | Path) -> None:

@@ -207,6 +207,11 @@ def set_aside(out_dir: str | Path, step: int) -> list[str]:
     return lines
 
 
+def is_permanent(every: int | tuple[int, ...], step: int) -> bool:
+    """Return whether train.keep_every says that the checkpoint of a step is saved and kept."""
+    return step in every if isinstance(every, tuple) else every > 0 and step % every == 0
+
+
 def outdated(steps: list[Path], whole: list[Path], keep: int, is_spared: Callable[[Path], bool]
              ) -> list[Path]:
     """Return those of a run's checkpoints, oldest first, that retention deletes.

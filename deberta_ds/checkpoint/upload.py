@@ -22,7 +22,7 @@ from deberta_ds.base.errors import first_line
 from deberta_ds.base.json_files import read_json
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import BEST
-from deberta_ds.checkpoint.save import outdated
+from deberta_ds.checkpoint.save import is_permanent, outdated
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.data import remote
 from deberta_ds.tracking.records import METRICS_FILE
@@ -66,7 +66,7 @@ class Uploads:
         best_step = best["step"] if best.get("value") is not None else None
         old = partial(outdated, keep=self._train.keep, is_spared=lambda path:
                       find.step_of(path) == best_step
-                      or self._train.is_permanent(find.step_of(path)))
+                      or is_permanent(self._train.keep_every, find.step_of(path)))
         for path in sorted(set(whole) - set(old(whole, whole)), reverse=True):
             self.current = path
             if (path / find.MANIFEST).exists():  # it may have been deleted just now

@@ -14,7 +14,7 @@ import torch
 
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import RunRecord
-from deberta_ds.checkpoint.save import Save, begin_save, finish_save
+from deberta_ds.checkpoint.save import Save, begin_save, finish_save, is_permanent
 from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import TrainConfig
@@ -40,7 +40,7 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`; call on every rank, once a step."""
-        if step % self.train.save_every == 0 or self.train.is_permanent(step):
+        if step % self.train.save_every == 0 or is_permanent(self.train.keep_every, step):
             return True
         if self.train.save_minutes == 0 or step % self.train.log_every:
             return False
@@ -89,7 +89,7 @@ class Saver:
                 time.sleep(0.2)
 
     def _is_spared(self, path: Path) -> bool:
-        return self.train.is_permanent(find.step_of(path)) or (
+        return is_permanent(self.train.keep_every, find.step_of(path)) or (
             self.uploads is not None and path == self.uploads.current)
 
     def _any_rank(self, flag: bool) -> bool:
