@@ -3,9 +3,9 @@
 
 from pathlib import Path
 
-from options import add_cache, local
+from options import add_cache
 
-from deberta_ds.base.command_line import parser_for, positive
+from deberta_ds.base.command_line import local, parser_for, positive
 from deberta_ds.base.errors import exit_cleanly, still_at_work
 
 

@@ -6,13 +6,16 @@ import multiprocessing
 import os
 import re
 import shutil
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
 import pytest
 import torch
+import xxhash
 from data_helpers import RUN_RECORD
 from fsspec.implementations.local import LocalFileSystem
 from launching import make_run
@@ -199,3 +202,57 @@ def test_a_url_where_only_a_directory_can_be_is_refused_by_name(tmp_path, refuse
         else:
             local_path("s3://shop/x.jsonl")
     assert not Path("s3:").exists()
+
+
+def test_a_model_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
+    """By huggingface_hub, from a stand-in that answers as the Hub does; typing errors are named."""
+    files = {"config.json": b"{}", "model.safetensors": b"weights", "tf_model.h5": b"never read"}
+    commit = "a" * 40
+
+    class StandIn(BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.partition("?")[0].rpartition("/")[2]
+            listed = [{"rfilename": name, "path": name, "type": "file", "oid": "b",
+                       "size": len(data)} for name, data in files.items()]
+            body = files[name] if "/resolve/" in self.path else json.dumps(
+                listed if "/tree/" in self.path else
+                {"id": "me/mine", "sha": commit, "siblings": listed}).encode()
+            self.send_response(200 if "me/mine" in self.path else 404)
+            tag = xxhash.xxh3_64_hexdigest(body)
+            for key, value in {"ETag": f'"{tag}"', "X-Repo-Commit": commit,
+                               "Content-Length": len(body)}.items():
+                self.send_header(key, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    from huggingface_hub import constants, hf_api
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    for module in (constants, hf_api.constants):
+        monkeypatch.setattr(module, "ENDPOINT", url)
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE",
+                            url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    try:
+        for name in ("me/mine", "hf://me/mine", "hf://me/mine@main"):
+            found = local_copy(name)
+            assert sorted(path.name for path in found.iterdir()) == [
+                "config.json", "model.safetensors"]
+            assert (found / "model.safetensors").read_bytes() == b"weights"
+        with pytest.raises(UserError, match="^me/other: no such file or directory, and no model"):
+            local_copy("me/other")
+    finally:
+        server.shutdown()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert local_copy("runs/mine") == Path("runs/mine")  # a directory of this machine is meant

@@ -39,6 +39,20 @@ def test_a_service_that_fails_is_said_once(monkeypatch, tmp_path, caplog, where)
         "WARNING: Weights & Biases gets nothing more of this run: no network"]
 
 
+def test_the_id_of_a_wandb_run_is_kept_with_it(monkeypatch, tmp_path):
+    """It was a hash of the path: two runs shared one, and a run that was moved had another."""
+    ids = []
+    log = types.SimpleNamespace(log=print, finish=print)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(
+        init=lambda id, **_: ids.append(id) or log))
+    for name, purge_step in (("a", None), ("a", 3), ("b", 3), ("b", None)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        trackers.wandb("project")(tmp_path / name, purge_step)
+        if purge_step and name == "a":
+            (tmp_path / "a").rename(tmp_path / "b")
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+
+
 def test_wandb_offline(monkeypatch, tmp_path):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
