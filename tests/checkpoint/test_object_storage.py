@@ -24,7 +24,7 @@ from s3_server import s3_bucket
 import deberta_ds
 from deberta_ds.base.command_line import local_path
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import xxh3
+from deberta_ds.base.files import cache_directory, temporary_directory, xxh3
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.save import prune
@@ -256,3 +256,33 @@ def test_a_model_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     assert local_copy("runs/mine") == Path("runs/mine")  # a directory of this machine is meant
+
+
+def test_a_reader_takes_the_newest_where_a_run_deletes_what_it_reads(tmp_path):
+    """With keep = 1 the error named "an older checkpoint", and there was none."""
+    make_checkpoint(tmp_path, 10)
+
+    def read(path: Path) -> str:
+        if find.step_of(path) == 10:
+            make_checkpoint(tmp_path, 20)
+            prune(tmp_path, 1)
+        return (path / "layout.json").read_text()
+
+    assert find.read_newest(tmp_path, read) == "20"
+    (find.path_of(tmp_path, 20) / "layout.json").unlink()
+    with pytest.raises(FileNotFoundError):
+        find.read_newest(tmp_path, read)
+
+
+@pytest.mark.parametrize("home", [None, "file"])
+def test_without_a_home_directory_the_cache_is_among_the_temporary_files(
+        tmp_path, monkeypatch, home):
+    """The user of a container may have neither a name nor HOME."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    if home:
+        (tmp_path / home).touch()
+        monkeypatch.setenv("HOME", str(tmp_path / home))
+    assert cache_directory("~/.cache/deberta_ds") == temporary_directory() / "deberta_ds"
+    assert cache_directory(str(tmp_path / "own")) == tmp_path / "own"

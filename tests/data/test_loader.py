@@ -1,5 +1,6 @@
 """The same rows in the same order for every world size, worker count and micro-batch size."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -181,3 +182,14 @@ def test_a_run_that_ends_early_does_not_wait_for_its_workers(dataset):
     command = [sys.executable, "-c", LEAVES_EARLY, tokenizer_path(), path]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     assert subprocess.run(command, env=environment, timeout=60).returncode == 3
+
+
+def test_a_full_shared_memory_is_named(dataset, monkeypatch):
+    """The system names no path: "No space left on device"."""
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", full)
+    with pytest.raises(UserError, match="^/dev/shm is full: .*shm-size.*or set data.workers = 0"):
+        next(build_loader(dataset, stretches=[Stretch(0, 1, 4)], micro_batch_size=4, rank=0,
+                          world_size=1, num_workers=1))

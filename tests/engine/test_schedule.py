@@ -69,3 +69,10 @@ def test_the_official_schedule_jumps_where_warm_up_ends(low):
 def test_no_warm_up_starts_at_the_peak():
     for schedule in ("linear", "cosine", "wsd", "constant", "deberta_linear"):
         assert learning_rate(OptimConfig(learning_rate=LR, schedule=schedule), 0, STEPS) == LR
+
+
+def test_wsd_sqrt_falls_by_one_minus_the_square_root():
+    """arXiv 2405.18392; at decay_share = 1 it is a branch of a constant trunk."""
+    found = rates(schedule="wsd_sqrt", decay_share=1.0)[WARMUP:]
+    wanted = [LR * (1 - math.sqrt(step / STEPS)) for step in range(WARMUP, STEPS)]
+    assert found == pytest.approx(wanted)
