@@ -54,8 +54,8 @@ def page() -> str:
         "([Clean a corpus](../how-to/clean-a-corpus.md#filter-documents)).\n\n"
         + _table(options_of(FilterRules), ""))
     parts.append(
-        "## Recipe of a corpus\n\n`data_prep/build.py --recipe FILE` ([Prepare a corpus]("
-        "../how-to/prepare-a-corpus.md#one-command)). "
+        "## Recipe of a corpus\n\n`data_prep/build.py --recipe FILE` "
+        "([Prepare a corpus](../how-to/prepare-a-corpus.md#one-command)). "
         "`--near=0.8` overrides a value; `--explain KEY` prints the same.\n\n"
         + _table(options_of(Recipe), ""))
     parts.append("## Presets (`model.preset`)\n\n" + _presets())
@@ -68,8 +68,9 @@ def _table(options: list[Option], prefix: str) -> str:
         default = option.follows or (
             "(required)" if option.required else f"`{shown_default(option)}`")
         kind = option.kind.replace("|", "\\|")
+        meaning = option.meaning.replace("][", "]\\[")  # else a link
         rows.append(f"| `{option.key.removeprefix(prefix)}` | {kind} | {default} | {option.limits} "
-                    f"| {option.meaning} |")
+                    f"| {meaning} |")
     return "\n".join(rows) + "\n"
 
 

@@ -62,7 +62,7 @@ def test_the_page_of_commands_is_current():
 
 # What makes the tutorial tiny: less text, a smaller model, fewer steps, one process.
 TINY = {"--out tutorial/text": "--out tutorial/text --max_bytes 300000", "[:500]": "[:20]",
-        "--vocab_size 8000": "--vocab_size 600", "_share 0.02": "_share 0.1",
+        "vocab_size = 8000": "vocab_size = 600", "heldout_share = 0.02": "heldout_share = 0.1",
         "hidden_size = 128": "hidden_size = 32", "num_layers = 4": "num_layers = 2",
         "intermediate_size = 512": "intermediate_size = 64",
         "steps = 1000": "steps = 4", "warmup_steps = 50": "warmup_steps = 1",
