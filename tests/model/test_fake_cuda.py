@@ -21,6 +21,8 @@ pytest.importorskip("triton", reason="the fused kernels need the triton package"
 from test_determinism import batch_of_packed_rows  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
 from torch.autograd.function import FunctionCtx  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_iter  # noqa: E402
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig  # noqa: E402
 from deberta_ds.finetuning.features import FeatureBatch  # noqa: E402
@@ -100,6 +102,19 @@ def _add(sums, node, number: int, grad: torch.Tensor, maker) -> None:
 # ------------------------------------------------------------------------------ a card
 
 
+class OneDevice(TorchDispatchMode):
+    """Rejects operators with tensors of two devices: for an index on the CPU a GPU waits, and fake
+    operators of ours do not look.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        kinds = {x.device.type for x in tree_iter((args, kwargs, out))
+                 if isinstance(x, torch.Tensor) and x.ndim}
+        assert len(kinds) < 2 or function.overloadpacket.__name__ == "_to_copy", function
+        return out
+
+
 @pytest.fixture(autouse=True)
 def fake_card(monkeypatch):
     """An H100 on which all kernels pass their checks; the host's own samples are numbers."""
@@ -128,7 +143,7 @@ def fake_card(monkeypatch):
         monkeypatch.setattr(*stand_in)
     monkeypatch.delenv(kernel_check.OFF, raising=False)
     kernel_table._pick.cache_clear()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), OneDevice():
         yield
     kernel_table._pick.cache_clear()
 
