@@ -142,12 +142,13 @@ addEventListener('load', () => {
   const spill = [...document.querySelectorAll('.plot .y')].filter((label) =>
     label.getBoundingClientRect().left < label.closest('.card').getBoundingClientRect().left);
   const tipText = plot.querySelector('.tip').textContent;
-  for (const button of document.querySelectorAll('[data-to=tokens],[data-key=logX],[data-key=logY]'))
-    button.click();
+  for (const pressed of ['[data-to=tokens]', '[data-key=logX]', '[data-key=logY]'])
+    document.querySelector(pressed)?.click();
   const drawn = [...document.querySelectorAll('.plot')].map((one) =>
     one.querySelector('svg').innerHTML + one.querySelector('.x').textContent).join();
   parent.postMessage(btoa(unescape(encodeURIComponent(JSON.stringify({
-    broken: /NaN|Infinity|undefined/.test(drawn), x: plot.querySelector('.x').textContent, wide, tip: tipText, spill: spill.map((s) => s.textContent),
+    broken: /NaN|Infinity|undefined/.test(drawn), x: plot.querySelector('.x').textContent,
+    wide, tip: tipText, spill: spill.map((s) => s.textContent),
     hints: document.querySelectorAll('.wider').length, width: inside})))), '*');
 });
 </script>
