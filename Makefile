@@ -1,4 +1,5 @@
 # make demo: all the set-up, then the main job.   make test: all the set-up, then the tests.
+# make docs: the documentation as a site in site/, in an environment of its own.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ TRITON := triton==3.7.1
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint docs setup clean
 
 demo: setup
 	$(BIN)/python launch/demo.py $(DEMO_ARGS)
@@ -22,6 +23,15 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy deberta_ds
+
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.installed: constraints.txt Makefile
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		mkdocs mkdocs-material 'mkdocstrings[python]'
+	touch $@
 
 setup: $(STAMP)
 
@@ -37,4 +47,4 @@ $(STAMP): constraints.txt setup.py Makefile
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) .venv-docs site runs build *.egg-info

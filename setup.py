@@ -62,6 +62,7 @@ setup(
         "languages": ["py3langid"],
         "archives": ["fastwarc", "resiliparse", "lz4"],
         "trackers": ["wandb", "mlflow-skinny"],
+        "docs": ["mkdocs", "mkdocs-material", "mkdocstrings[python]"],
         "dev": ["fastwarc", "lz4", "mypy", "py3langid", "pytest", "pytest-xdist",
                 "hypothesis", "resiliparse", "ruff", "seqeval", "torchmetrics"],
     },

@@ -6,7 +6,7 @@ shorter text of at least 8 words. Every field of the files is compared: JSON lin
 BLiMP), tables (GLUE), parquet, Arrow or text. Give the result to tokenize_corpus.py --leave_out.
 """
 
-from options import add_cache, add_input_options, add_part, add_workers, read_options
+from options import add_cache, add_input_options, add_part, add_workers, plan, read_options
 
 from deberta_ds.base.command_line import parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
@@ -26,11 +26,10 @@ def main() -> None:
     args = parser.parse_args()
 
     from deberta_ds.corpus.contamination import find_contamination
-    from deberta_ds.corpus.documents import plan_units
     from deberta_ds.corpus.outputs import output
 
     read = read_options(args)
-    units = plan_units(args.inputs, read, args.unit_bytes)
+    units = plan(args, read)
     with output(args.out, cache=args.cache, part=args.part) as out:
         report = find_contamination(units, args.against, out, read=read, words=args.words,
                                     workers=args.workers, part=args.part)

@@ -5,30 +5,37 @@ Run this once over the inputs of all corpora of a mixture. Of each set of duplic
 the order of the inputs is kept. Give the result to tokenize_corpus.py --leave_out.
 """
 
-from options import add_cache, add_input_options, add_part, add_workers, read_options
+from options import (
+    add_cache,
+    add_fields,
+    add_input_options,
+    add_part,
+    add_workers,
+    plan,
+    read_options,
+)
 
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
+    from deberta_ds.corpus.recipe import Recipe
+
     parser = parser_for(__doc__)
     add_input_options(parser)
     parser.add_argument("--out", required=True, help="directory for the list of duplicates")
-    parser.add_argument("--near", type=float, default=0.0, metavar="JACCARD",
-                        help="also near duplicates of at least this similarity (needs "
-                             "datasketch); 0: none")
+    add_fields(parser, Recipe, "near")
     add_workers(parser)
     add_part(parser)
     add_cache(parser)
     args = parser.parse_args()
 
     from deberta_ds.corpus.dedup import find_duplicates
-    from deberta_ds.corpus.documents import plan_units
     from deberta_ds.corpus.outputs import output
 
     read = read_options(args)
-    units = plan_units(args.inputs, read, args.unit_bytes)
+    units = plan(args, read)
     with output(args.out, cache=args.cache, part=args.part) as out:
         counts = find_duplicates(units, out, read=read, near_threshold=args.near,
                                  workers=args.workers, part=args.part)

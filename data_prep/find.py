@@ -8,7 +8,7 @@ such numbers). --document ID names the sequences of a document: its id (--id_key
 from options import add_cache
 
 from deberta_ds.base.command_line import natural, parser_for, positive
-from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.base.errors import UserError, exit_cleanly, still_at_work
 
 
 def main() -> None:
@@ -36,7 +36,8 @@ def main() -> None:
             origin = origins.of(shard, document)
             print(f"row {row}: {origin.name} ({origin.source}@{origin.place}, document {document} "
                   f"of shard {shard}{', ' + origin.label if origin.label else ''})")
-    found = origins.find(args.document) if args.document else {}
+    with still_at_work(lambda: f"{args.corpus}: looking"):
+        found = origins.find(args.document) if args.document else {}
     for shard, documents in found.items():
         for document, name in documents.items():
             rows = ", ".join(map(str, corpus.rows_of(shard, document)))

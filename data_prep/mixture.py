@@ -9,6 +9,7 @@ sequence.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deberta_ds.base.command_line import natural, parser_for, positive, positive_number
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("corpus", nargs="+", help="packed corpus directories")
+    parser.add_argument("corpus", nargs="+", help="packed corpus directories, or one "
+                        "directory made by build.py")
     parser.add_argument("--seq_len", type=positive, required=True, help="sequence length in tokens")
     parser.add_argument("--temperature", type=positive_number, default=1.0,
                         help="sampling temperature; 1: natural shares")
@@ -38,9 +40,15 @@ def main() -> None:
                         "last run of --after, else ~/.cache/deberta_ds")
     args = parser.parse_args()
 
+    from deberta_ds.config.built import BUILT, read_built
     from deberta_ds.data.mixture import build_mixture, next_source, temperature_weights
     from deberta_ds.data.remote import Cache
 
+    if len(args.corpus) == 1 and (Path(args.corpus[0]) / BUILT).is_file():
+        built = read_built(args.corpus[0])["sources"]
+        args.corpus = [source["path"] for source in built]
+        if args.temperature == 1:
+            args.weights = args.weights or [source["weight"] for source in built]
     stages = [_read_stage(path) for path in args.after]
     part = tuple(args.stretch) if args.stretch else None
     if part and not 0 <= part[0] < part[1] <= 1:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deberta_ds.base.command_line import checked, natural, positive
@@ -32,39 +33,49 @@ def local(text: str) -> str:
 
 def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> None:
     """Add the options that say what the inputs are and what a document is."""
+    from deberta_ds.corpus.recipe import READING, CorpusRecipe, Recipe
+
     parser.add_argument(
         "inputs", nargs=needed,
         help="files, directories, patterns, remote URLs or hub:NAME[@CONFIG][#SPLIT]; .txt .md "
         ".jsonl .csv .tsv .warc .wet (also .gz .zst .xz .bz2 .lz4), .parquet, .arrow, directories "
         "of datasets")
-    parser.add_argument(
-        "--documents", default="file",
-        help="what a document is in a text file: file, line, blank_line or match:PATTERN")
-    parser.add_argument("--text_key", default="text", help="key or column of the text")
-    parser.add_argument("--id_key", default="",
-                        help="key or column of the document's id, kept with the shards")
-    parser.add_argument("--label_key", default="", help="key or column of the label to count by "
-                                                        "(language)")
-    parser.add_argument(
-        "--label_from_directory", action="store_true", help="use the name of the directory as the "
-                                                            "label")
-    parser.add_argument(
-        "--max_document_bytes", type=positive, default=1 << 26,
-        help="a longer document counts as unreadable")
-    parser.add_argument(
-        "--extract_html", action="store_true",
-        help="take the main text of the pages in .warc files (needs resiliparse)")
-    parser.add_argument(
-        "--unit_bytes", type=natural, default=0, help="size of a work unit; 0: automatic")
+    add_fields(parser, CorpusRecipe, *READING)
+    add_fields(parser, Recipe, "skip_bad_files", "unit_bytes")
+
+
+def add_fields(parser: argparse.ArgumentParser, cls: type, *names: str) -> None:
+    """Add options for fields of a recipe, with their meanings and defaults."""
+    from deberta_ds.config.options import Option, options_of, problems_of
+
+    def value_of(text: str, one: Option):
+        value = checked(text, type(one.default), lambda _: True, f"a {one.kind}")
+        for problem in problems_of(cls, {one.key: value}):  # others: of keys that are not given
+            if problem.startswith((f"{one.key} ", f"{one.key}:")):
+                raise argparse.ArgumentTypeError(problem)
+        return value
+
+    for one in options_of(cls):
+        if one.key in names:
+            how = {"action": "store_true"} if one.default is False else {
+                "type": partial(value_of, one=one)}
+            parser.add_argument(f"--{one.key}", default=one.default, help=one.meaning, **how)
 
 
 def read_options(args: argparse.Namespace) -> "ReadOptions":
     """Return the ReadOptions of parsed arguments."""
-    from deberta_ds.corpus.documents import ReadOptions
+    from deberta_ds.corpus.recipe import read_options_of
 
-    return ReadOptions(
-        args.documents, args.text_key, args.label_key, args.label_from_directory,
-        args.max_document_bytes, args.id_key, args.extract_html)
+    return read_options_of(args)
+
+
+def plan(args: argparse.Namespace, read: "ReadOptions") -> list:
+    """Return the work units of the inputs; UserError for more bad files than --skip_bad_files."""
+    from deberta_ds.corpus.damage import plan_whole
+
+    return plan_whole(args.inputs, read, args.unit_bytes, skip_bad_files=args.skip_bad_files,
+                      max_bad=getattr(args, "max_bad", 0), workers=args.workers,
+                      is_divided=bool(args.documents))
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from options import add_cache, local
 
 from deberta_ds.base.command_line import parser_for, positive
-from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.base.errors import exit_cleanly, still_at_work
 
 
 def main() -> None:
@@ -27,7 +27,8 @@ def main() -> None:
     paths = [fetch(path, cache=args.cache) for path in args.corpus]
     names = [Path(path).name for path in paths]
     for path in paths:
-        stats = corpus_stats(path, tokenizer)
+        with still_at_work(lambda name=path: f"{name}: counting"):
+            stats = corpus_stats(path, tokenizer)
         print(stats_text(stats, tokenizer, args.top), end="\n\n")
         if args.pictures:
             Path(args.pictures).mkdir(parents=True, exist_ok=True)

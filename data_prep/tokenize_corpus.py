@@ -12,41 +12,45 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from options import add_cache, add_input_options, add_part, add_workers, read_options, share
+from options import (
+    add_cache,
+    add_fields,
+    add_input_options,
+    add_part,
+    add_workers,
+    plan,
+    read_options,
+    share,
+)
 
-from deberta_ds.base.command_line import fraction, natural, parser_for, positive
+from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly
 
 FEW_DOCUMENTS = 20  # to hold out of a corpus that is small
+SPLIT = (", or divide text files into more documents: --documents blank_line (or line, or "
+         "match:PATTERN)")
 
 
 def main() -> None:
+    from deberta_ds.corpus.recipe import CorpusRecipe, Recipe
+
     parser = parser_for(__doc__)
     add_input_options(parser)
     parser.add_argument("--out", required=True, help="directory of the corpus")
     parser.add_argument("--tokenizer", required=True,
                         help="a SentencePiece model, tokenizer.json, vocab.json next to "
-                             "merges.txt,"
-                        "vocab.txt, or a directory with one of them")
+                        "merges.txt, vocab.txt, or a directory with one of them")
     parser.add_argument("--heldout_out", help="directory for a held-out corpus (optional)")
     parser.add_argument("--heldout_share", type=share, default=0.01,
                         help="share of documents held out, by a hash of their text")
     parser.add_argument("--drop_heldout", action="store_true",
                         help="drop the documents that --heldout_share would hold out. Use it for "
-                             "the"
-                        "other corpora of a mixture, so that no copies stay there")
-    parser.add_argument("--min_characters", type=positive, default=1,
-                        help="shorter documents are skipped")
-    parser.add_argument("--min_letter_share", type=fraction, default=0.0,
-                        help="documents with a smaller share of letters are skipped")
-    parser.add_argument("--max_bad", type=natural, default=0,
-                        help="unreadable documents allowed (skipped, counted, the first is named)")
+                        "the other corpora of a mixture, so that no copies stay there")
+    add_fields(parser, CorpusRecipe, "min_characters", "min_letter_share", "filters")
+    add_fields(parser, Recipe, "max_bad")
     parser.add_argument("--leave_out", "--duplicates", nargs="+", default=[], metavar="FOUND",
                         help="skip the documents that dedup.py or decontaminate.py listed in these "
                         "directories; they must have read these inputs")
-    parser.add_argument("--filters", metavar="TOML",
-                        help="rules that drop or change documents, such as data_prep/filters/"
-                        "web_en.toml; try them with filter.py")
     add_workers(parser)
     add_part(parser)
     add_cache(parser)
@@ -80,12 +84,14 @@ def say_if_empty(args, documents: int, heldout_documents: int) -> None:
     if heldout_documents == 0:
         more = min(0.5, max(2 * args.heldout_share, FEW_DOCUMENTS / max(1, documents)))
         print(f"{args.heldout_out}: no document fell to it, and an evaluation needs some; remove "
-              f"both directories and hold out more: --heldout_share {more:.2g}", file=sys.stderr)
+              f"both directories and hold out more: --heldout_share {more:.2g}"
+              f"{SPLIT if documents < FEW_DOCUMENTS and not args.documents else ''}",
+              file=sys.stderr)
 
 
 def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
     """Do the work, into local directories; return {directory: manifest}."""
-    from deberta_ds.corpus.documents import plan_units
+    from deberta_ds.base.json_files import read_json
     from deberta_ds.corpus.filter_rules import read_rules
     from deberta_ds.corpus.outputs import fetch
     from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
@@ -98,8 +104,7 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
                             "when the job goes on; choose a directory outside")
     read = read_options(args)
     manifests = tokenize_corpus(
-        plan_units(args.inputs, read, args.unit_bytes), out,
-        Tokenizer(fetch(args.tokenizer, cache=args.cache)),
+        plan(args, read), out, Tokenizer(fetch(args.tokenizer, cache=args.cache)),
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
         heldout_out=heldout_out, heldout_share=args.heldout_share, drop_heldout=args.drop_heldout,
         leave_out=[fetch(found, cache=args.cache) for found in args.leave_out],
@@ -108,7 +113,8 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
     if args.filters and not args.part:
         from deberta_ds.report.small_pages import write_filters_page
 
-        print(f"what the filters did: {write_filters_page(out)}")
+        print(f"filters: {read_json(f'{out}/filters.json')['summary']}; page: "
+              f"{write_filters_page(out)}")
     return manifests
 
 

@@ -8,7 +8,7 @@ interruption, run the same command again: only what is missing is copied.
 from options import local
 
 from deberta_ds.base.command_line import parser_for
-from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.base.errors import exit_cleanly, still_at_work
 
 
 def main() -> None:
@@ -21,8 +21,9 @@ def main() -> None:
     from deberta_ds.corpus.pack import verify_corpus
     from deberta_ds.data.remote import upload
 
-    verify_corpus(args.corpus, "full")  # readers check blocks against what is uploaded now
-    total, copied = upload(args.corpus, args.to)
+    with still_at_work(lambda: f"{args.to}: uploading"):
+        verify_corpus(args.corpus, "full")  # readers check blocks against what is uploaded now
+        total, copied = upload(args.corpus, args.to)
     print(f"{args.to}: {total:,} files, {copied:,} copied now")
 
 

@@ -1,7 +1,7 @@
 """deberta_ds: pretrain, resume, export and fine-tune DeBERTa models on DeepSpeed.
 
 `load` reads a model of any format; `train`, `finetune`, `predict` and `export` do what the commands
-do (docs/python.md).
+do (docs/how-to/python.md).
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the classes themselves: python docs/make_configuration.py
+"""Write docs/reference/configuration.md from the classes: python docs/make_configuration.py
 
 tests/config/test_options.py holds that the page is current.
 """
@@ -10,17 +10,20 @@ from deberta_ds.config.objective import MASK_DEFAULTS
 from deberta_ds.config.options import Option, options_of, shown_default
 from deberta_ds.config.run_config import run_options
 from deberta_ds.corpus.filter_rules import FilterRules
+from deberta_ds.corpus.recipe import Recipe
 from deberta_ds.finetuning.settings import Settings
 
-PAGE = Path(__file__).with_name("configuration.md")
-HEAD = """# Every option
+PAGE = Path(__file__).with_name("reference") / "configuration.md"
+HEAD = """# Options
+
+After this page you know every key of a run file, a settings file, a filters file and a recipe.
 
 Made by `python docs/make_configuration.py` from the classes that read the files; do not edit.
 
 A run file is TOML with the sections below, such as `launch/runs/v3_base.toml`. `model.preset` takes
 the values of a published shape (last table). Later wins: default, preset or recipe, file, and
 overrides on the command line: `--train.steps=1000`, `--optim.betas=[0.9, 0.98]`. The DeepSpeed JSON
-is described in [ds_configs/README.md](../ds_configs/README.md). `python launch/pretrain.py
+is described in `ds_configs/README.md`. `python launch/pretrain.py
 --explain KEY` prints the same.
 
 What a run file leaves open of [model] comes from a preset or from the source of `[init] from`;
@@ -48,7 +51,13 @@ def page() -> str:
         + _table(options_of(Settings), ""))
     parts.append(
         "## Filters\n\n`data_prep/tokenize_corpus.py --filters FILE` and `data_prep/filter.py` "
-        "(docs/data.md).\n\n" + _table(options_of(FilterRules), ""))
+        "([Clean a corpus](../how-to/clean-a-corpus.md#filter-documents)).\n\n"
+        + _table(options_of(FilterRules), ""))
+    parts.append(
+        "## Recipe of a corpus\n\n`data_prep/build.py --recipe FILE` "
+        "([Prepare a corpus](../how-to/prepare-a-corpus.md#one-command)). "
+        "`--near=0.8` overrides a value; `--explain KEY` prints the same.\n\n"
+        + _table(options_of(Recipe), ""))
     parts.append("## Presets (`model.preset`)\n\n" + _presets())
     return "\n".join(parts)
 
@@ -59,8 +68,9 @@ def _table(options: list[Option], prefix: str) -> str:
         default = option.follows or (
             "(required)" if option.required else f"`{shown_default(option)}`")
         kind = option.kind.replace("|", "\\|")
+        meaning = option.meaning.replace("][", "]\\[")  # else a link
         rows.append(f"| `{option.key.removeprefix(prefix)}` | {kind} | {default} | {option.limits} "
-                    f"| {option.meaning} |")
+                    f"| {meaning} |")
     return "\n".join(rows) + "\n"
 
 

@@ -133,11 +133,7 @@ def deepspeed_config(gpus: int) -> str:
     """Return the JSON that suits this machine; so small a model is not worth sharding."""
     from deberta_ds.model import cpu
 
-    if gpus:
-        return "ds_configs/zero1_bf16.json"
-    found = cpu.capabilities()
-    has_bf16 = found.get("amx_bf16") or found.get("avx512_bf16")
-    return f"ds_configs/zero1_{'autocast_cpu' if has_bf16 else 'fp32'}.json"
+    return f"ds_configs/{'zero1_bf16' if gpus else cpu.deepspeed_json()}.json"
 
 
 def prepare_data(demo: Demo) -> None:

@@ -24,7 +24,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--task", required=True,
                         help="name of a SuperGLUE or GLUE task, or a TOML file of your own task "
-                        "(docs/finetuning.md)")
+                        "(docs/how-to/fine-tune.md)")
     parser.add_argument("--init_from", default="", metavar="DIRECTORY",
                         help="output of another task; its head is kept if the labels match")
     parser.add_argument("--no_save_model", action="store_true", help="keep only the predictions")

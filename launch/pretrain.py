@@ -12,7 +12,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from deberta_ds.base.command_line import columns, fill, parser_for
+from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,11 +33,13 @@ def main() -> int:
 
     from deberta_ds.cluster.launcher import check_environment, rank_variables
     from deberta_ds.config import run_config
+    from deberta_ds.config.options import explain
     from deberta_ds.engine import ds_config
     from deberta_ds.release import shape
 
     if options.explain is not None:
-        return explain(options.explain)
+        explain(run_config.run_options(), options.explain, "run file")
+        return 0
     if not (options.config and options.deepspeed_config):
         parser.error("--config and --deepspeed_config are needed")
     check_environment(os.environ | rank_variables(os.environ))
@@ -56,23 +58,6 @@ def main() -> int:
         code = loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins)
     dist.destroy()
     return code
-
-
-def explain(word: str) -> int:
-    """Print the keys of a run file that contain `word`, with type, default, limits, meaning."""
-    from deberta_ds.base.command_line import as_typed
-    from deberta_ds.config.options import ConfigError, describe, nearest
-    from deberta_ds.config.run_config import run_options
-
-    options = run_options()
-    lines = describe(options, word)
-    if not lines:
-        known = [option.key for option in options]
-        raise ConfigError(f"--explain {word}: no key of a run file has this in its name"
-                          f"{nearest(word, known)}")
-    for line in lines:
-        print(fill(as_typed(line), columns() - 1, hanging=4))
-    return 0
 
 
 if __name__ == "__main__":

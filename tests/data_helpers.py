@@ -124,8 +124,10 @@ def tokenize(source, out, workers=1, clean=None, unit_bytes=20_000, **options):
 
 
 def tree(directory):
-    return {str(path.relative_to(directory)): path.read_bytes()
-            for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+    """Return {name: content} of all files but hidden ones, which are what a restart needs."""
+    names = [(path.relative_to(directory), path) for path in sorted(Path(directory).rglob("*"))]
+    return {str(name): path.read_bytes() for name, path in names
+            if path.is_file() and not any(part.startswith(".") for part in name.parts)}
 
 
 def stored_texts(corpus):

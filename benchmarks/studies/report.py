@@ -1,4 +1,4 @@
-"""Draw benchmarks/results/*.json as the pictures of docs/performance.md.
+"""Draw benchmarks/results/*.json as the pictures of docs/evidence/performance.md.
 
   python -m benchmarks.studies.report [--results DIR] [--out docs/images]
 """

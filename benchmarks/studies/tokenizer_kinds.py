@@ -22,6 +22,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.model import padded_rows
 from deberta_ds.config.options import validate
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
@@ -33,7 +34,6 @@ from deberta_ds.engine.optim import build_optimizer, learning_rate
 from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
-from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.text import normalise
 from deberta_ds.training.step import seed_step

@@ -29,7 +29,7 @@ from deberta_ds.release.convert import Summary, convert, seal
 from deberta_ds.report import run_pages
 from deberta_ds.report.model_card import Publisher, check_publisher, write_card
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
-from deberta_ds.training import loop
+from deberta_ds.training import loop, meters
 
 if TYPE_CHECKING:
     import pandas
@@ -74,12 +74,14 @@ def train(run: str | Path, overrides: Mapping[str, Any] | None = None, *,
     on the first rank; what it raises ends the run. Ctrl-C (a notebook's "interrupt") finishes the
     step, saves and returns. Call it from the main thread, on every rank. UserError as the command.
 
-    >>> result = train(RUN, {"train.steps": 2}, callbacks=[lambda record: None])
-    >>> result.finished, len(result.metrics.query("kind == 'train'"))
-    (True, 2)
+    Examples:
+        >>> result = train(RUN, {"train.steps": 2}, callbacks=[lambda record: None])
+        >>> result.finished, len(result.metrics.query("kind == 'train'"))
+        (True, 2)
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train: call it from the main thread; others cannot listen to signals")
+    meters.count_from_here()
     lines = [f"--{key}={_as_toml(value)}" for key, value in (overrides or {}).items()]
     config, origins = run_config.load(run, lines, partial(shape.complete, resume=resume))
     values = ds_config.load(str(deepspeed_config))
@@ -123,13 +125,14 @@ def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: s
              compare_with: Path | None = None, **given: Any) -> FinetuningResult:
     """Fine-tune a model on one or several tasks; finished (task, seed) runs in `out` are reused.
 
-    tasks: names of SuperGLUE or GLUE tasks, or TOML files of your own (docs/finetuning.md).
+    tasks: names of SuperGLUE or GLUE tasks, or TOML files of your own (docs/how-to/fine-tune.md).
     model: as `load`. settings: {"epochs": 3, "RTE.learning_rate": 1e-5}. `given` are the options of
     launch/finetune.py: seeds, data, config, deepspeed_config, max_bad, ... Call it on every rank.
 
-    >>> result = finetune(TASK, MODEL, OUT, settings={"epochs": 1, "max_length": 32})
-    >>> list(result.summary["tasks"])
-    ['mood']
+    Examples:
+        >>> result = finetune(TASK, MODEL, OUT, settings={"epochs": 1, "max_length": 32})
+        >>> list(result.summary["tasks"])
+        ['mood']
     """
     if isinstance(settings, Mapping):
         settings = [f"--{key if '.' in key else 'all.' + key}={_as_toml(value)}"
@@ -171,8 +174,9 @@ def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataF
     A row that cannot be used is an error, or, up to `max_bad` of them, has "error" in its dict.
     Tables on disk of any size: launch/predict.py. One process.
 
-    >>> predict(FINETUNED, [{"text": "A good day."}]).rows[0]["prediction"] in ("good", "bad")
-    True
+    Examples:
+        >>> predict(FINETUNED, [{"text": "A good day."}]).rows[0]["prediction"] in ("good", "bad")
+        True
     """
     if hasattr(rows, "to_dict"):
         rows = rows.to_dict("records")
@@ -196,8 +200,9 @@ def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = N
     as are license ("apache-2.0"), language (["de"]) and dataset, a name for each corpus of the run.
     Returns notes, checks and warnings. UserError if it cannot be read, or a check fails.
 
-    >>> export(MODEL, OUT + "/exported").checks != ()
-    True
+    Examples:
+        >>> export(MODEL, OUT + "/exported").checks != ()
+        True
     """
     out, publisher = Path(out), Publisher(license, language, dataset)
     check_publisher(run, publisher)

@@ -27,9 +27,10 @@ def load(path: str | Path, tokenizer: str | Path | None = None) -> "Model":
     or a Hugging Face or microsoft/DeBERTa directory. `tokenizer` is the path of its tokenizer,
     where the model has none. Raises UserError for a missing, damaged or unknown model.
 
-    >>> model = load(MODEL)
-    >>> model.encode(["A text.", "Another one."]).shape == (2, model.module.config.hidden_size)
-    True
+    Examples:
+        >>> model = load(MODEL)
+        >>> model.encode(["A text.", "Another one."]).shape == (2, model.module.config.hidden_size)
+        True
     """
     return Model(path, tokenizer)
 
@@ -62,8 +63,9 @@ class Model:
         sentence-transformers has it, or "cls", the state of [CLS]. batch_size: texts per forward
         pass. Texts beyond the model's positions are an error, unless `truncate` cuts their ends.
 
-        >>> load(MODEL).encode("A text.", pooling="cls").dtype
-        dtype('float32')
+        Examples:
+            >>> load(MODEL).encode("A text.", pooling="cls").dtype
+            dtype('float32')
         """
         if pooling not in POOLINGS:
             raise UserError(f"pooling = {pooling!r}: is none of {', '.join(POOLINGS)}")
@@ -105,9 +107,10 @@ class Model:
         By the enhanced mask decoder; of a discriminator, by the generator next to it. UserError if
         there is none, if the text has no [MASK], or is too long.
 
-        >>> [filling] = load(MODEL).fill_mask("It is a [MASK] day.", top=1)[0]
-        >>> 0 < filling.probability < 1
-        True
+        Examples:
+            >>> [filling] = load(MODEL).fill_mask("It is a [MASK] day.", top=1)[0]
+            >>> 0 < filling.probability < 1
+            True
         """
         check_fills_masks(self._loaded, self._path)
         return fill_mask(self._loaded, text, top)
@@ -116,12 +119,13 @@ class Model:
         """Return {scorer: fp64 [pairs, 2]} of pairs of sentences; higher is better.
 
         Pseudo-log-likelihoods ("pll_word", "pll_piece") of a masked LM or a generator, sums and
-        means of log p(original) ("discriminator_sum", ...) of a discriminator. docs/learning.md
-        says what each is.
+        means of log p(original) ("discriminator_sum", ...) of a discriminator
+        (docs/how-to/evaluate.md).
 
-        >>> scores = load(MODEL).score([("She sings.", "She sing.")])
-        >>> scores["pll_word"].shape
-        (1, 2)
+        Examples:
+            >>> scores = load(MODEL).score([("She sings.", "She sing.")])
+            >>> scores["pll_word"].shape
+            (1, 2)
         """
         return score_pairs(self._loaded, [MinimalPair(*pair, "pairs", "") for pair in pairs]).scores
 
@@ -130,9 +134,10 @@ class Model:
 
         UserError if the model is no discriminator.
 
-        >>> [token for token, _ in load(MODEL).replaced("A day.")] == list(
-        ...     load(MODEL).tokenizer.pieces(load(MODEL).tokenizer.encode("A day.")))
-        True
+        Examples:
+            >>> [token for token, _ in load(MODEL).replaced("A day.")] == list(
+            ...     load(MODEL).tokenizer.pieces(load(MODEL).tokenizer.encode("A day.")))
+            True
         """
         head = self._loaded.replaced_token_head
         if head is None:

@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -49,6 +50,7 @@ _DAMAGE_NAMES = {"zlib.error", "struct.error", "_csv.Error", "_lzma.LZMAError",
                  "zipfile.BadZipFile", "_pickle.UnpicklingError", "pyarrow.lib.ArrowException",
                  "zstandard.backend_c.ZstdError",
                  "safetensors._safetensors_rust.SafetensorError"}
+_SAY_SECONDS = 10.0
 _LOOP = "Symlink loop from "
 _NO_MEMORY_NAMES = {"torch.OutOfMemoryError", "numpy._core._exceptions._ArrayMemoryError"}
 _NO_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory")  # torch's RuntimeError on a CPU
@@ -119,6 +121,22 @@ def tell(text: str, stream: TextIO | None = None) -> None:
     except OSError:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def still_at_work(say: Callable[[], str]) -> Iterator[None]:
+    """Context in which every ten seconds a line is printed: what `say` returns, and since when."""
+    began, ended = time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(_SAY_SECONDS):
+            tell(f"{say()}, {time.monotonic() - began:.0f} s")
+
+    threading.Thread(target=tick, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def exit_cleanly(main: Callable[[], int | None]) -> None:

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -78,6 +79,16 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
     """Write `data` (text as UTF-8) to `path`, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def link(path: Path, to: Path) -> None:
+    """Give a file a second name; a copy of it on another file system, or one without hard links."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.unlink(missing_ok=True)
+    try:
+        os.link(path, to)
+    except OSError:
+        shutil.copyfile(path, to)
 
 
 def sync_directory(path: str | Path) -> None:

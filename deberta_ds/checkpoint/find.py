@@ -274,7 +274,8 @@ def restore(engine, state: SavedState) -> None:
 
     Call on every rank. Raises CheckpointError if the engine has other parameters. Each rank reads
     the slices that it owns, one buffer in memory at a time, so world size and stage may differ.
-    DeepSpeed's own loaders unpickle, and 0.19.8's go wrong silently (docs/reliability.md).
+    DeepSpeed's own loaders unpickle, and 0.19.8's go wrong silently
+    (docs/explanation/reliability.md).
     """
     layout = layout_of(engine)
     # What may fail comes first, on all ranks together: writing into an engine has collectives.
@@ -296,11 +297,13 @@ def _open_files(layout: Layout, state: SavedState) -> None:
     """Check the parameters, and open the files that hold what this rank will own."""
     if differing := _differing(layout.shapes, state.shapes):
         raise CheckpointError(f"{state.directory}: its parameters are not the model's: {differing}")
-    everything = [(name, 0, None) for name in layout.shapes]
-    mine = [(name, piece.start, piece.count) for number in range(len(layout.groups))
+    wanted: list[tuple[str, int, int | None]] = []
+    for number, group in enumerate(layout.groups):
+        is_whole = layout.is_replicated or group.is_frozen and layout.cut == "line"
+        wanted += [(name, 0, None) for name in group.names] if is_whole else [
+            (name, piece.start, piece.count)
             for name, piece in layout.held_by(dist.rank(), number)]
-    ranks = {piece.rank for wanted in (everything if layout.is_replicated else mine)
-             for piece in state.layout.pieces(*wanted)}
+    ranks = {piece.rank for one in wanted for piece in state.layout.pieces(*one)}
     for rank in sorted(ranks):
         state.open(rank)
 
@@ -310,6 +313,8 @@ def _fill(buffer: Buffer, name: str, optimizer: torch.optim.Optimizer,
     """Write a buffer's weights and its entry in the optimizer's state, which is that of `name`."""
     target = buffer.weights
     _copy(target.data, MASTER, buffer, state)
+    if buffer.is_frozen:
+        return
     entry = {}
     for key in state.state_keys(name):
         entry[key] = torch.zeros_like(target.data)

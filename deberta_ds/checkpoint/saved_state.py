@@ -62,7 +62,8 @@ def described_tensors(engine, layout: Layout) -> list[tuple[str, torch.dtype, in
     """Return (name, dtype, elements) of what `tensors_of_rank` will give."""
     entries = [{MASTER: weights} | entry for _, weights, entry in _entries(engine, layout)]
     if layout.is_replicated or is_on_disk(engine):  # one line of all; one kind of entry
-        entries = [_of_all(entries)] * len(layout.groups)
+        entries = [{MASTER: entries[-1][MASTER]} if group.is_frozen else _of_all(entries)
+                   for group in layout.groups]
     described = [(f"{number}.{key}", value.dtype, group.size)
                  for number, (group, entry) in enumerate(zip(layout.groups, entries, strict=True))
                  for key, value in entry.items() if key == MASTER or per_element(value)]
@@ -104,19 +105,19 @@ def _stretch_of_replica(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's part of a state that every rank has whole."""
     whole = {buffer.held[0][0]: buffer.weights for buffer in buffers(engine, layout)}
     state = base_optimizer(engine).state
-    held = list(layout.held_by(dist.rank(), 0))
     first = next(iter(whole.values()))
     entries = [entry for *_, entry in _entries(engine, layout)]
     keys = [key for key, value in _of_all(entries).items() if per_element(value)]
-    for key in (MASTER, *keys):
-        flat = first.new_zeros(layout.groups[0].size)
-        for name, piece in held:
-            source = whole[name] if key == MASTER else state[whole[name]].get(key)
-            if source is None:  # of another kind of optimizer (`without` in layout.json)
-                continue
-            flat[piece.offset:piece.offset + piece.count] = source.detach().reshape(-1)[
-                piece.start:piece.start + piece.count]
-        yield f"0.{key}", flat
+    for number, group in enumerate(layout.groups):
+        for key in (MASTER, *(keys if not group.is_frozen else ())):
+            flat = first.new_zeros(group.size)
+            for name, piece in layout.held_by(dist.rank(), number):
+                source = whole[name] if key == MASTER else state[whole[name]].get(key)
+                if source is None:  # of another kind of optimizer (`without` in layout.json)
+                    continue
+                flat[piece.offset:piece.offset + piece.count] = source.detach().reshape(-1)[
+                    piece.start:piece.start + piece.count]
+            yield f"{number}.{key}", flat
 
 
 def _entries(engine, layout: Layout) -> list[tuple[tuple[str, ...], Tensor, dict]]:

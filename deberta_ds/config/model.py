@@ -12,6 +12,12 @@ from deberta_ds.config.options import STRICT, option
 HOW_COMPUTED = ("attention", "keep_position_terms", "cross_entropy")
 # In which models of one shape may differ: these, and how it is begun and regularized.
 FREE = (*HOW_COMPUTED, "hidden_dropout", "attention_dropout", "init_std")
+ROW_MULTIPLE = 64  # token embeddings of such a height are fast, and divide evenly among GPUs
+
+
+def padded_rows(num_ids: int) -> int:
+    """Return the rows of a token embedding for a tokenizer of `num_ids` ids."""
+    return -(-num_ids // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 # -1 is what Hugging Face and microsoft write for none.
@@ -54,7 +60,8 @@ class ModelConfig:
     norm_eps: float = option("epsilon of every LayerNorm", 1e-7, ge=1e-20, le=1)
     init_std: float = option("standard deviation of the initial weights", 0.02, gt=0, le=10)
     attention: Literal["auto", "fused", "tiled", "reference", "dense"] = option(
-        "implementation of attention; all give the same result (docs/attention.md)", "auto")
+        "implementation of attention; all give the same result (docs/explanation/attention.md)",
+        "auto")
     keep_position_terms: bool = option("fused attention keeps its position terms for the backward "
                                        "pass: about 5 % faster, for 4 bytes x heads x min(seq_len, "
                                        "1152) per token and layer", False)

@@ -1,7 +1,7 @@
 """Every option of a config class: its key, type, default, limits and meaning.
 
-Read from the classes themselves, so that `--explain`, docs/configuration.md and the error of a
-value outside its limits cannot say something else than the code does.
+Read from the classes themselves, so that `--explain`, docs/reference/configuration.md and the error
+of a value outside its limits cannot say something else than the code does.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, core_schema
 
 from deberta_ds.base import own_code
+from deberta_ds.base.command_line import as_typed, columns, fill
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.own_code import is_own
 
@@ -30,7 +31,7 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below",
 def option(meaning: str, default: Any = ..., **limits: Any) -> Any:
     """Return a field with what it means and its limits (ge, gt, le, lt); without default: required.
 
-    The meaning stands in docs/configuration.md and in the error of a value outside the limits.
+    The meaning stands in docs/reference/configuration.md and in the errors of wrong values.
     """
     return Field(default=default, description=meaning, **limits)
 
@@ -151,6 +152,16 @@ def describe(options: list[Option], word: str = "") -> list[str]:
             limits = f", {option.limits}" if option.limits else ""
             lines += [option.key, f"    {option.meaning}", f"    {option.kind}; {default}{limits}"]
     return lines
+
+
+def explain(options: list[Option], word: str, what: str) -> None:
+    """Print the options of a file whose key contains `word`; ConfigError if there is none."""
+    lines = describe(options, word)
+    if not lines:
+        raise ConfigError(f"--explain {word}: no key of a {what} has this in its name"
+                          f"{nearest(word, [option.key for option in options])}")
+    for line in lines:
+        print(fill(as_typed(line), columns() - 1, hanging=4))
 
 
 def shown_default(option: Option) -> str:

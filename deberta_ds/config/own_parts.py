@@ -1,4 +1,4 @@
-"""The parts of a run that may be code of one's own (docs/extending.md): where, how it is called."""
+"""The parts of a run that may be code of one's own (docs/how-to/extend.md): where, how called."""
 
 from collections.abc import Callable
 

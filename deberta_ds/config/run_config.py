@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line
+from deberta_ds.config.built import apply_built
 from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
 from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
 from deberta_ds.config.options import (
@@ -29,7 +30,7 @@ from deberta_ds.config.options import (
     options_of,
     validate,
 )
-from deberta_ds.config.toml_files import flatten, parse_override, read_toml, set_value
+from deberta_ds.config.toml_files import flatten, read_with_overrides
 
 Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of a run file
 _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
@@ -133,6 +134,8 @@ class OptimConfig:
     eps: float = option("epsilon of Adam's denominator", 1e-6, ge=1e-37, le=1)  # fp32 begins there
     weight_decay: float = option("decoupled weight decay; biases and norms have none", 0.01, ge=0,
                                  le=10)
+    layer_decay: float = option("learning rate of a layer, as a share of that of the next higher "
+                                "layer; embeddings are below the first one", 1.0, gt=0, le=1)
     clip_norm: float = option("largest gradient norm, per network (generator and discriminator are "
                               "clipped separately, and so is a table that they share); 0: no "
                               "clipping", 1.0, ge=0, le=1e9)
@@ -169,6 +172,11 @@ class TrainConfig:
     tf32: bool = option("fp32 matmuls on a GPU in TF32: faster, with 10 bits of mantissa", False)
     activation_checkpointing_interval: int = option("every n-th layer is checkpointed", 1, ge=1,
                                                     le=1000)
+    freeze: tuple[str, ...] = option(
+        "parts of the model that are not trained: embeddings, encoder, relative, convolution, "
+        "layers, layers.0-5, head; also of a network: generator, discriminator.layers.0-5", ())
+    freeze_steps: int = option("step from which on train.freeze is trained too; 0: never", 0, ge=0,
+                               le=1 << 40)
     log_every: int = option("steps between two log lines", 10, ge=1, le=1 << 40)
     eval_every: int = option("steps between two evaluations", 1000, ge=1, le=1 << 40)
     eval_sequences: int = option("sequences per held-out corpus in an evaluation", 256, ge=1,
@@ -204,6 +212,8 @@ class TrainConfig:
         if self.initial_batch_size and self.global_batch_size % self.initial_batch_size:
             raise ValueError(f"initial_batch_size = {self.initial_batch_size} must divide "
                              f"global_batch_size = {self.global_batch_size}")
+        if self.freeze_steps and not self.freeze:
+            raise ValueError("freeze_steps needs freeze; set both, or leave freeze_steps out")
         if 0 < self.watchdog_seconds < 1:  # it would end a run before its first beat
             raise ValueError(f"watchdog_seconds = {self.watchdog_seconds} must be 0 or at least 1")
 
@@ -218,12 +228,17 @@ class InitConfig:
                             "source: generator whose token embeddings the discriminator starts "
                             "from", "")
     embeddings_only: bool = option("load only the token embeddings and keep them fixed", False)
+    layers: tuple[_Position, ...] = option(
+        "layers of the source that the run's layers start from, counted from 0: [0, 2, 4] drops "
+        "some, [0, 0, 1, 1] repeats them; empty: all, once", ())
+    generator_layers: tuple[_Position, ...] = option("the same of the generator", ())
 
     def __post_init__(self):
-        if not self.source and self.embeddings_only:
-            raise ValueError("embeddings_only needs init.from")
-        if self.generator and self.embeddings_only:
-            raise ValueError("embeddings_only takes no generator")
+        layers = self.layers or self.generator_layers
+        if not self.source and (self.embeddings_only or layers):
+            raise ValueError(f"{'layers' if layers else 'embeddings_only'} needs init.from")
+        if self.embeddings_only and (self.generator or layers):
+            raise ValueError("embeddings_only takes no generator and no layers")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -268,7 +283,7 @@ class RunConfig:
             raise ValueError("init.generator needs init.from")
         if self.init.embeddings_only and self.objective.kind != "mlm":
             raise ValueError("init.embeddings_only is the first stage of two and needs "
-                             'objective.kind = "mlm" (docs/interop.md)')
+                             'objective.kind = "mlm" (docs/how-to/adapt-a-public-model.md)')
         stored = [f"data.sources[{number}].replaced"
                   for number, source in enumerate(self.data.sources) if source.replaced]
         stored += ["data.heldout_replaced"] * bool(self.data.heldout_replaced)
@@ -281,8 +296,8 @@ class RunConfig:
 # its corpora and tokenizer (train/check.py); the rest may change and is logged.
 IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed",
                    "data.attend_across_documents", "train.seed", "train.global_batch_size",
-                   "train.initial_batch_size", "train.batch_warmup_steps", "optim.name",
-                   "init.embeddings_only")
+                   "train.initial_batch_size", "train.batch_warmup_steps", "train.freeze",
+                   "train.freeze_steps", "optim.name", "init.embeddings_only")
 FREE_FIELDS = tuple(f"model.{name}" for name in HOW_COMPUTED)
 
 
@@ -307,6 +322,11 @@ def run_options() -> list[Option]:
             one = dataclasses.replace(one, follows="the tokenizer's ids padded to 64")
         elif one.required and one.key.startswith("model."):
             one = dataclasses.replace(one, follows="of the preset, or the source of [init]")
+        elif one.key == "data.sources":
+            found.append(Option("data.corpus", "text", False, None, "", "directory made by "
+                                "data_prep/build.py, for sources, heldout and tokenizer"))
+        if one.key in ("data.sources", "data.tokenizer"):
+            one = dataclasses.replace(one, follows="of data.corpus")
         found.append(dataclasses.replace(one, key=one.key.replace("init.source", "init.from")))
     return found
 
@@ -320,17 +340,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
     at once.
     """
     path = command_line.find(path)
-    values = read_toml(path, "run config", "launch/runs/demo.toml")
-    origins = {key: str(path) for key in flatten(values)}
-    for override in overrides:
-        key, value = parse_override(override)
-        try:
-            set_value(values, key, value)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        origins = {name: origin for name, origin in origins.items()
-                   if not name.startswith(f"{key}.")}  # a table takes the place of the whole
-        origins |= dict.fromkeys(flatten({key: value}), "command line")
+    values, origins = read_with_overrides(path, overrides, "run config", "launch/runs/demo.toml")
     _apply_defaults(values, origins, str(path))
     if complete:
         complete(values, origins)
@@ -344,6 +354,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
 
 
 def _apply_defaults(values: dict, origins: dict, place: str) -> None:
+    if isinstance(values.get("data"), dict) and "corpus" in values["data"]:
+        apply_built(values["data"], origins)
     init = values.get("init")
     if isinstance(init, dict) and "from" in init:  # no name for a Python attribute
         init["source"] = init.pop("from")

@@ -1,10 +1,13 @@
 """TOML files and dotted overrides: what a run file, settings and task files have in common."""
 
+import json
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from deberta_ds.base import command_line
+from deberta_ds.base.command_line import fill
 from deberta_ds.base.errors import refuse_pipe
 from deberta_ds.config.options import ConfigError
 
@@ -27,6 +30,24 @@ def read_toml(path: str | Path, what: str, example: str) -> dict:
                           "the file as UTF-8") from None
     except (ValueError, RecursionError) as error:  # TOML, thousands of digits or brackets
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def read_with_overrides(path: Path, overrides: Iterable[str], what: str, example: str
+                        ) -> tuple[dict, dict[str, str]]:
+    """Return (tables of a TOML file under `--section.key=value` overrides, origin of each value).
+    """
+    values = read_toml(path, what, example)
+    origins = {key: str(path) for key in flatten(values)}
+    for override in overrides:
+        key, value = parse_override(override)
+        try:
+            set_value(values, key, value)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        origins = {name: origin for name, origin in origins.items()
+                   if not name.startswith(f"{key}.")}  # a table takes the place of the whole
+        origins |= dict.fromkeys(flatten({key: value}), "command line")
+    return values, origins
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -64,3 +85,19 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def non_default_texts(values: dict, origins: dict[str, str], top: str) -> list[str]:
+    """Return a text for each origin of values that are no defaults: a paragraph per section. `top`
+    names what lies in no section.
+    """
+    flat, groups = flatten(values), dict[str, dict[str, list[str]]]()
+    for key, origin in origins.items():
+        if key in flat and origin != "default":
+            section, _, name = key.rpartition(".")
+            value = json.dumps(flat[key], ensure_ascii=False).replace(" ", "\0")
+            groups.setdefault(origin, {}).setdefault(section or top, []).append(
+                f"{name}\0=\0{value}")
+    return ["\n".join([f"set by {origin}:", *(
+        fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, hanging=26).replace("\0", " ")
+        for section, pairs in sections.items())]) for origin, sections in groups.items()]

@@ -19,14 +19,21 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, still_at_work
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json, typed
-from deberta_ds.corpus.documents import Document, Extent, ReadOptions, plan_units, units_digest
-from deberta_ds.corpus.findings import FINDINGS_VERSION, finish_findings, input_files, save_found
+from deberta_ds.corpus.documents import Document, Extent, ReadOptions, plan_units
+from deberta_ds.corpus.findings import (
+    FINDINGS_VERSION,
+    finish_findings,
+    merge_found,
+    number_of,
+    save_found,
+)
+from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.tables import TABLE_KINDS, read_table, text_lines
-from deberta_ds.corpus.units import Part, job, run_units
+from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, WORD, BadTextError, normalise
@@ -50,25 +57,26 @@ class Contamination:
     samples: list[dict]
 
 
-def find_contamination(units: list[list[Extent]], against: list[str], out: str | Path, *,
+def find_contamination(planned: list[list[Extent]], against: list[str], out: str | Path, *,
                        read: ReadOptions, words: int = 13, workers: int = 1, part: Part = None
                       ) -> Contamination | None:
     """Write the evaluation text found in inputs to `out`; return the report, None for a part."""
     if words < SHORTEST:
         raise UserError(f"--words {words}: shorter n-grams than {SHORTEST} words are in any text")
     out = Path(out)
-    evaluation = [extent for unit in plan_units(against, ReadOptions()) for extent in unit]
+    (against_digest, evaluation), = identified(
+        [extents_of(plan_units(against, ReadOptions()))], out).items()
     kinds = {extent.path: extent.kind for extent in evaluation}  # a large file has many extents
-    numbers = {source: number for number, source in enumerate(input_files(units))}
-    description = {"version": FINDINGS_VERSION, "units": units_digest(units),
-                   "read": read.describe(), "text_rules": TEXT_RULES_VERSION,
-                   "against": units_digest([evaluation]), "words": words}
-    with job(out, description, finished=MANIFEST, part=part) as is_done:
+    units = identified(planned, out, part)
+    description = {"version": FINDINGS_VERSION, "read": read.describe(),
+                   "text_rules": TEXT_RULES_VERSION, "against": against_digest, "words": words}
+    with job(out, description, finished=MANIFEST, part=part, units=units) as is_done:
         if not is_done:
-            names, searched = _save_grams(out, kinds, words)
+            with still_at_work(lambda: "reading the evaluation files"):
+                names, searched = _save_grams(out, kinds, words)
+            check_unchanged(evaluation)
             total = _Found()
-            jobs = {f"search-{number:05d}": (str(out), number, unit, read, numbers)
-                    for number, unit in enumerate(units)}
+            jobs = {name: (str(out), name, unit, read) for name, unit in units.items()}
             done = run_units(out, search_unit, jobs, workers=workers, label="search", part=part,
                              keep=total.add)
             if done is None:
@@ -76,7 +84,12 @@ def find_contamination(units: list[list[Extent]], against: list[str], out: str |
             report = _report(out, names, searched, total)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
-            finish_findings(out, units, read, "contaminated", counts)
+            extents = extents_of(units.values())
+            numbers = number_of(extents)
+            merge_found(out, "", len(numbers), {
+                name: [numbers[source] for source in number_of(unit)]
+                for name, unit in units.items()})
+            finish_findings(out, extents, read, "contaminated", counts)
     values = read_json(out / REPORT)
     try:
         return typed(Contamination, values)
@@ -172,9 +185,9 @@ def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]
             yield from {(length, gram) for gram in hashes.tolist()}
 
 
-def search_unit(out: str, number: int, unit: list[Extent], read: ReadOptions,
-                numbers: dict[str, int]) -> dict:
+def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> dict:
     """Write the contaminated documents of one unit; return counts, examples met and samples."""
+    numbers = number_of(unit)
     directory = Path(out)
     tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
     places: list[tuple[int, int]] = []
@@ -192,7 +205,7 @@ def search_unit(out: str, number: int, unit: list[Extent], read: ReadOptions,
                 samples.append({"document": document.offset(), "example": example,
                                 "words": matching})
     pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
-    save_found(out, f"contaminated-{number:05d}", pairs[:, 0], pairs[:, 1])
+    save_found(out, name, pairs[:, 0], pairs[:, 1])
     examples = set().union(*(grams.examples_met() for grams in tables))
     return {"documents": total, "found": len(places), "examples": sorted(examples),
             "samples": samples}

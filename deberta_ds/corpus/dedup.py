@@ -21,18 +21,19 @@ import numpy as np
 import xxhash
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.documents import Extent, ReadOptions, units_digest
+from deberta_ds.corpus.documents import Extent, ReadOptions
 from deberta_ds.corpus.findings import (
     FINDINGS_VERSION,
     FOUND,
     Findings,
     finish_findings,
-    input_files,
     merge_found,
+    number_of,
     save_found,
 )
+from deberta_ds.corpus.identity import Part, digest_of, extents_of, identified
 from deberta_ds.corpus.readers import joined, read_unit
-from deberta_ds.corpus.units import Part, job, run_units
+from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, UNSPACED, BadTextError, normalise
@@ -142,52 +143,60 @@ _HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<u4"), ("where", "<
 _BAND = np.dtype([("high", "<u8"), ("low", "<u4"), ("row", "<u4")])
 
 
-def find_duplicates(units: list[list[Extent]], out: str | Path, *, read: ReadOptions,
+def find_duplicates(planned: list[list[Extent]], out: str | Path, *, read: ReadOptions,
                     near_threshold: float = 0.0, workers: int = 1, part: Part = None
                    ) -> dict[str, int]:
     """Write the duplicates to `out`; return counts of documents, exact and near; {} for a part."""
     out = Path(out)
     bands = near_bands(near_threshold) if near_threshold else (0, 0)
-    numbers = {source: number for number, source in enumerate(input_files(units))}
-    description = {"version": FINDINGS_VERSION, "units": units_digest(units),
-                   "read": read.describe(), "text_rules": TEXT_RULES_VERSION,
-                   "near_threshold": near_threshold, "bands": list(bands)}
-    with job(out, description, finished=MANIFEST, part=part) as is_done:
+    units = identified(planned, out, part)
+    description = {"version": FINDINGS_VERSION, "read": read.describe(),
+                   "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold,
+                   "bands": list(bands)}
+    with job(out, description, finished=MANIFEST, part=part, units=units) as is_done:
         if not is_done:
-            counts = _search(out, units, numbers, read, near_threshold, bands, workers, part)
+            counts = _search(out, units, read, near_threshold, bands, workers, part)
             if not counts:
                 return {}
-            finish_findings(out, units, read, "duplicate", counts)
+            finish_findings(out, extents_of(units.values()), read, "duplicate", counts)
     return Findings(out).counts
 
 
-def _search(out: Path, units: list[list[Extent]], numbers: dict[str, int], read: ReadOptions,
-            threshold: float, bands: tuple[int, int], workers: int, part: Part) -> dict[str, int]:
-    """Run all stages and return the counts, {} after a part; `numbers`: {source: its number}."""
-    jobs: dict[str, tuple] = {
-        f"hash-{number:05d}": (str(out), number, unit, read, bands,
-                               {extent.source: numbers[extent.source] for extent in unit})
-        for number, unit in enumerate(units)}
+# A table, and the number among all inputs of each file of its unit. In the table, a file's number
+# is that in its unit, so that it stays true when other inputs come and go.
+Table = tuple[str, list[int]]
+
+
+def _search(out: Path, units: dict[str, list[Extent]], read: ReadOptions, threshold: float,
+            bands: tuple[int, int], workers: int, part: Part) -> dict[str, int]:
+    """Run all stages and return the counts, {} after a part."""
+    numbers = number_of(extents_of(units.values()))
+    jobs: dict[str, tuple] = {name: (str(out), name, unit, read, bands)
+                              for name, unit in units.items()}
     hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash", part=part)
     if hashed is None:
         return {}
-    tables = [name for result in hashed for name in result["tables"]]
+    tables = [(name, [numbers[source] for source in number_of(unit)])
+              for unit, result in zip(units.values(), hashed, strict=True)
+              for name in result["tables"]]
     documents = sum(result["documents"] for result in hashed)
-    exact = -(-documents // BUCKET_DOCUMENTS)
-    jobs = {f"exact-{bucket:05d}": (str(out), tables, bucket, exact) for bucket in range(exact)}
+    exact, digest = -(-documents // BUCKET_DOCUMENTS), digest_of(units)
+    jobs = {f"{digest}-exact-{bucket:05d}": (str(out), digest, tables, bucket, exact)
+            for bucket in range(exact)}
     run_units(out, exact_bucket, jobs, workers=workers, label="exact")
-    exact_count = merge_found(out, "exact", len(numbers))
+    exact_count = merge_found(out, f"{digest}-exact", len(numbers))
     close = -(-documents * bands[0] // NEAR_BUCKET_KEYS)  # each document once a band
-    jobs = {f"near-{bucket:05d}": (str(out), tables, bucket, close, threshold)
+    jobs = {f"{digest}-near-{bucket:05d}": (str(out), digest, tables, bucket, close, threshold)
             for bucket in range(close)}
     run_units(out, near_bucket, jobs, workers=workers, label="near")
-    total = merge_found(out, "", len(numbers))
+    total = merge_found(out, digest, len(numbers))
     return {"documents": documents, "exact": exact_count, "near": total - exact_count}
 
 
-def hash_unit(out: str, number: int, unit: list[Extent], read: ReadOptions, bands: tuple[int, int],
-              numbers: dict[str, int]) -> dict:
+def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands: tuple[int, int]
+             ) -> dict:
     """Write the tables of one unit's documents; return their names and how many documents."""
+    numbers = number_of(unit)
     sign = signer() if bands[0] else None
     rows: list[tuple[int, int, int, int]] = []
     signed: list[tuple[np.ndarray, np.ndarray]] = []
@@ -197,13 +206,13 @@ def hash_unit(out: str, number: int, unit: list[Extent], read: ReadOptions, band
     def flush() -> None:
         if not rows:
             return
-        name = f"{number:05d}-{len(tables):03d}"
+        table_name = f"{name}-{len(tables):03d}"
         table = np.array(rows, dtype=_HASH)
         order = np.lexsort((table["where"], table["file"], table["low"], table["high"]))
-        save_array(_table(out, "hashes", name), table[order])
+        save_array(_table(out, "hashes", table_name), table[order])
         if sign:
-            _save_signed(out, name, signed, table, bands)
-        tables.append(name)
+            _save_signed(out, table_name, signed, table, bands)
+        tables.append(table_name)
         rows.clear()
         signed.clear()
 
@@ -238,19 +247,23 @@ def _save_signed(out: str, name: str, signed: list, table: np.ndarray, bands: tu
     save_array(_table(out, "bands", name), keys[order])
 
 
-def exact_bucket(out: str, tables: list[str], bucket: int, count: int) -> dict:
+def exact_bucket(out: str, digest: str, tables: list[Table], bucket: int, count: int) -> dict:
     """Write the duplicates among the hashes of one bucket; all but the first of each group."""
-    parts = [part for _, part in _bucket_parts(out, "hashes", tables, bucket, count)]
+    parts = []
+    for number, part in _bucket_parts(out, "hashes", tables, bucket, count):
+        part["file"] = np.array(tables[number][1])[part["file"]]
+        parts.append(part)
     if not parts:  # all documents are empty
         return {}
     table = np.concatenate(parts)
     table = table[np.lexsort((table["where"], table["file"], table["low"], table["high"]))]
     later = np.flatnonzero(_same_as_before(table)) + 1
-    save_found(out, f"exact-{bucket:05d}", table["file"][later], table["where"][later])
+    save_found(out, f"{digest}-exact-{bucket:05d}", table["file"][later], table["where"][later])
     return {}
 
 
-def near_bucket(out: str, tables: list[str], bucket: int, count: int, threshold: float) -> dict:
+def near_bucket(out: str, digest: str, tables: list[Table], bucket: int, count: int,
+                threshold: float) -> dict:
     """Write the near duplicates among the band keys of one bucket."""
     if not tables:
         return {}
@@ -274,7 +287,7 @@ def near_bucket(out: str, tables: list[str], bucket: int, count: int, threshold:
                 later.append(item)
         found.append(documents.places[later])
     places = np.unique(np.concatenate(found))
-    save_found(out, f"near-{bucket:05d}", places["file"], places["where"])
+    save_found(out, f"{digest}-near-{bucket:05d}", places["file"], places["where"])
     return {}
 
 
@@ -285,7 +298,7 @@ class _Documents:
     places by that number.
     """
 
-    def __init__(self, out: str, tables: list[str], table_of: np.ndarray, rows: np.ndarray):
+    def __init__(self, out: str, tables: list[Table], table_of: np.ndarray, rows: np.ndarray):
         asked = table_of.astype(np.uint64) << np.uint64(32) | rows.astype(np.uint64)
         documents, items = np.unique(asked, return_inverse=True)
         self.items: list[int] = items.tolist()
@@ -295,12 +308,13 @@ class _Documents:
         numbers, done = (documents >> np.uint64(32)).astype(np.int64), 0
         for number in np.unique(numbers).tolist():
             wanted = (documents[numbers == number] & np.uint64(0xFFFFFFFF)).astype(np.int64)
-            name, here = tables[number], slice(done, done + len(wanted))
+            (name, files), here = tables[number], slice(done, done + len(wanted))
             self.signatures[here] = map_array(_table(out, "signatures", name))[wanted]
             sketches = map_array(_table(out, "sketches", name))
             ends = np.append(0, map_array(_table(out, "sketch_ends", name)))
             self.sketches += [np.array(sketches[ends[row] : ends[row + 1]]) for row in wanted]
             self.places[here] = map_array(_table(out, "places", name))[wanted]
+            self.places["file"][here] = np.array(files)[self.places["file"][here]]
             done += len(wanted)
 
 
@@ -317,11 +331,11 @@ def _texts(unit: list[Extent], read: ReadOptions) -> Iterator[tuple[str, int, st
             yield extent.source, document.where, text
 
 
-def _bucket_parts(out: str, kind: str, tables: list[str], bucket: int, count: int
+def _bucket_parts(out: str, kind: str, tables: list[Table], bucket: int, count: int
                  ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (table number, its rows whose hash lies in the bucket's range)."""
     low_edge, high_edge = bucket * 2**64 // count, (bucket + 1) * 2**64 // count
-    for number, name in enumerate(tables):
+    for number, (name, _) in enumerate(tables):
         table = map_array(_table(out, kind, name))
         low = int(np.searchsorted(table["high"], np.uint64(low_edge)))
         last = bucket + 1 == count

@@ -11,23 +11,31 @@ between lines that match a pattern. A line belongs to the byte range in which it
 """
 
 import glob
-import hashlib
 import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
+import xxhash
+
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.corpus.inputs import COMPRESSED_SUFFIXES, line_number, open_seekable, open_stream
+from deberta_ds.corpus.inputs import (
+    COMPRESSED_SUFFIXES,
+    is_json_list,
+    line_number,
+    open_seekable,
+    open_stream,
+)
 from deberta_ds.corpus.tables import TABLE_KINDS
 from deberta_ds.data.remote import file_system
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 WARC_SUFFIXES = (".warc", ".wet")
 _KNOWN = " ".join((*TEXT_SUFFIXES, *WARC_SUFFIXES, *TABLE_KINDS))
+BAD = "bad"  # the kind of a file that is left out; its state says why
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
 
 
@@ -54,8 +62,9 @@ class ReadOptions:
 class Extent:
     """Part of one input: bytes [start, end), or row groups of parquet, or one shard of a stream.
 
-    `state` changes when the input does: size and time of modification, or what a remote file
-    system says.
+    `state` changes when the input does: its content (identity.py), or what a remote file system
+    says. `stamp` of a local file: how it looked when the work was planned. `read`: how it is read,
+    where work units of several corpora are read in ways of their own.
     """
 
     path: str
@@ -63,6 +72,8 @@ class Extent:
     start: int
     end: int
     state: str = ""
+    stamp: str = ""
+    read: ReadOptions | None = None
 
     @property
     def source(self) -> str:
@@ -93,13 +104,47 @@ class Document(NamedTuple):  # made in a third of a dataclass's time, once a doc
         return f"{self.path}, {unit} {self.where}"
 
 
-def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> list[list[Extent]]:
+def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0,
+               bad_files: Mapping[str, str] | None = None) -> list[list[Extent]]:
     """Return the work units of `inputs` (files, directories, patterns, URLs, hub: names), in order.
 
-    `unit_bytes` 0 chooses a 64th of the input, between 4 and 256 MiB. The result depends on the
-    inputs and options alone. UserError for a missing, empty or unknown input; files of unknown
-    kinds in a directory are skipped and named on stderr.
+    `unit_bytes` 0 chooses about a 64th of the input: 4, 16, 64 or 256 MiB. The result depends on
+    the inputs and options alone. Whether a small file begins a unit is a matter of its own name and
+    size, so that other files, come or gone, leave most units as they are. UserError for a missing,
+    empty or unknown input; files of unknown kinds in a directory are skipped and named on stderr.
+    `bad_files`, {file: why}, are left out.
     """
+    bad_files = bad_files or {}
+    extents = [(extent, size) for extent, size in whole_inputs(inputs, options, unit_bytes)
+               if extent.path not in bad_files]
+    if not extents:
+        raise UserError(f"{next(iter(bad_files))}: a bad file, as all others; fetch them again")
+    share = min(max(sum(size for _, size in extents) // 64, _SMALLEST_UNIT), _LARGEST_UNIT)
+    limit = unit_bytes or 1 << (share.bit_length() - 1) // 2 * 2
+    units: list[list[Extent]] = []
+    room = 0
+    for extent, size in extents:
+        name = f"{os.path.basename(extent.path)} {size}".encode()
+        if xxhash.xxh3_64_intdigest(name) * limit < size << 64:
+            room = -1
+        for part, part_size in split(extent, size, limit, options):
+            if not units or part_size > room:
+                units.append([])
+                room = limit
+            units[-1].append(part)
+            room -= part_size
+    units[-1] += [Extent(path, BAD, 0, 0, why) for path, why in bad_files.items()]
+    return units
+
+
+def bad_files_of(units: Iterable[list[Extent]]) -> dict[str, str]:
+    """Return {file that is left out: why}."""
+    return {extent.path: extent.state for unit in units for extent in unit if extent.kind == BAD}
+
+
+def whole_inputs(inputs: list[str], options: ReadOptions, unit_bytes: int = 0
+                ) -> list[tuple[Extent, int]]:
+    """Return (all of an input, its size) for each; errors and notes as of `plan_units`."""
     if unit_bytes < 0 or options.max_document_bytes < 1:
         raise UserError(f"--unit_bytes {unit_bytes} and --max_document_bytes "
                         f"{options.max_document_bytes}: sizes must be positive (unit_bytes 0: "
@@ -111,24 +156,13 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
         more = ", ..." if len(skipped) > 5 else ""
         print(f"note: {len(skipped)} files of unknown kind skipped: "
               f"{', '.join(skipped[:5])}{more}", file=sys.stderr, flush=True)
-    _check_named_once(given)
+    check_named_once(given)
     if not extents:
         raise UserError(f"no input files in {' '.join(inputs)}")
-    total = sum(size for _, size in extents)
-    limit = unit_bytes or min(max(total // 64, _SMALLEST_UNIT), _LARGEST_UNIT)
-    units: list[list[Extent]] = []
-    room = 0
-    for extent, size in extents:
-        for part, part_size in _split(extent, size, limit, options):
-            if not units or part_size > room:
-                units.append([])
-                room = limit
-            units[-1].append(part)
-            room -= part_size
-    return units
+    return extents
 
 
-def _check_named_once(given: list[list[tuple[Extent, int]]]) -> None:
+def check_named_once(given: list[list[tuple[Extent, int]]]) -> None:
     """Raise UserError if two inputs name one file; within one, names may be links to one."""
     named: dict[str, tuple[int, str]] = {}
     for number, extents in enumerate(given):
@@ -139,16 +173,6 @@ def _check_named_once(given: list[list[tuple[Extent, int]]]) -> None:
             if before != number:
                 raise UserError(f"{extent.path}: named twice among the inputs (as {name}); name "
                                 "it once")
-
-
-def units_digest(units: list[list[Extent]]) -> str:
-    """Return the digest of work units: it ties a job to its inputs and their states."""
-    digest = hashlib.sha256()
-    for unit in units:
-        for extent in unit:
-            digest.update("\0".join(map(str, asdict(extent).values())).encode() + b"\n")
-        digest.update(b"\n")
-    return digest.hexdigest()
 
 
 def _whole_inputs(name: str, options: ReadOptions, skipped: list[str]
@@ -170,7 +194,7 @@ def _whole_inputs(name: str, options: ReadOptions, skipped: list[str]
         if kind is None:
             skipped.append(path)
         else:
-            yield Extent(path, kind, 0, size, state), size
+            yield Extent(path, kind, 0, size, state, "" if "://" in name else state), size
 
 
 def _named_files(name: str) -> Iterator[tuple[str, int, str]]:
@@ -194,10 +218,15 @@ def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
         except UnicodeEncodeError:
             raise UserError(f"{ascii(path)}: its name is not UTF-8; rename the file") from None
         status = os.stat(path)
-        yield path, status.st_size, f"{status.st_size} bytes of {status.st_mtime_ns}"
+        yield path, status.st_size, stamp_of(status)
         return
     for name in _data_names(sorted(name for name in os.listdir(path) if not name.startswith("."))):
         yield from _local_files(os.path.join(path, name))
+
+
+def stamp_of(status: os.stat_result) -> str:
+    """Return how a local file looks from outside."""
+    return f"{status.st_size} bytes of {status.st_mtime_ns}, inode {status.st_ino}"
 
 
 def _data_names(names: list[str]) -> list[str]:
@@ -264,13 +293,14 @@ def input_kind(path: str) -> str | None:
     return TABLE_KINDS.get(suffix)
 
 
-def _split(extent: Extent, size: int, limit: int, options: ReadOptions
+def split(extent: Extent, size: int, limit: int, options: ReadOptions
           ) -> Iterator[tuple[Extent, int]]:
     if extent.kind == "parquet":
         yield from _split_parquet(extent)
         return
     whole = extent.path.endswith(COMPRESSED_SUFFIXES) or extent.kind not in ("text", "json")
-    if whole or size <= limit or (extent.kind == "text" and options.documents == "file"):
+    if whole or size <= limit or (extent.kind == "text" and options.documents == "file") or (
+            is_json_list(extent.path)):
         yield extent, size
         return
     parts = -(-size // limit)

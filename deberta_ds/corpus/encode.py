@@ -23,6 +23,7 @@ from deberta_ds.tokenizer.text import (
     encodable_parts,
     has_text,
     letter_share,
+    normalise,
     normalise_all,
 )
 
@@ -43,6 +44,14 @@ def encode_joined(tokenizer: Tokenizer, texts: list[str]
     ids = [part for parts in documents for part in parts]
     owners = [owner for owner, parts in enumerate(documents) for _ in parts]
     return np.concatenate(ids), list(map(len, ids)), owners
+
+
+def token_count(tokenizer: Tokenizer, text: str) -> int:
+    """Return how many tokens a text has as it was read; 0 if it cannot be encoded."""
+    with suppress(BadTextError):
+        return len(encode_joined(tokenizer, [text if tokenizer.normalizes_itself else normalise(
+            text)])[0])
+    return 0
 
 
 def _encode_long(tokenizer: Tokenizer, text: str) -> list[np.ndarray]:

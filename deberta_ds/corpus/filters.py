@@ -10,7 +10,7 @@ import heapq
 import json
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -18,16 +18,20 @@ from typing import NamedTuple
 
 import xxhash
 
+from deberta_ds.base.command_line import find
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.base.own_code import load, short_name
 from deberta_ds.corpus import quality
-from deberta_ds.corpus.documents import Document, Extent, ReadOptions, units_digest
+from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
+from deberta_ds.corpus.encode import token_count
 from deberta_ds.corpus.filter_rules import FilterRules, function_digests, language_of
+from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
 from deberta_ds.corpus.quality import Text, find_personal, without_lines
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.corpus.units import Part, job, run_units
+from deberta_ds.corpus.units import job, run_units
+from deberta_ds.tokenizer import Tokenizer
 
 REPORT = "filters.json"
 _SHOWN_CHARACTERS = 2000
@@ -139,40 +143,40 @@ def _apply_function(function, name: str, verdict: Verdict) -> Verdict:
 class Tally:
     """What the filters did: counts by reason, and documents as examples.
 
-    dropped {reason: [documents, characters]}; changed {change: [documents, how often]}; examples
-    {reason: [[order, place, text], ...]}, those of the smallest order.
+    dropped {reason: [documents, characters, tokens]}; changed {change: [documents, how often]};
+    examples {reason: [[order, place, text], ...]}, those of the smallest order.
     """
 
     most: int
-    documents: list[int] = field(default_factory=lambda: [0, 0])  # and characters, all that came
+    documents: list[int] = field(default_factory=lambda: [0, 0, 0])  # characters, tokens: of all
     dropped: dict[str, list[int]] = field(default_factory=dict)
     changed: dict[str, list[int]] = field(default_factory=dict)
     examples: dict[str, list[list]] = field(default_factory=dict)
 
-    def add(self, document: Document, verdict: Verdict) -> None:
-        self._count(self.documents, len(document.text))
+    def add(self, document: Document, verdict: Verdict, tokens: int = 0) -> None:
+        """Count a document, of so many tokens before the filters."""
+        sizes = (1, len(document.text), tokens)
+        self._count(self.documents, sizes)
         if verdict.reason:
-            self._count(self.dropped.setdefault(verdict.reason, [0, 0]), len(document.text))
+            self._count(self.dropped.setdefault(verdict.reason, [0, 0, 0]), sizes)
             self._keep(verdict.reason, document)
             return
         for change, times in verdict.changes.items():
-            self._count(self.changed.setdefault(change, [0, 0]), times)
+            self._count(self.changed.setdefault(change, [0, 0]), (1, times))
         if verdict.changes:
             self._keep(next(iter(verdict.changes)), document)
 
     def merge(self, other: "Tally") -> None:
-        self.documents = [a + b for a, b in zip(self.documents, other.documents, strict=True)]
+        self._count(self.documents, other.documents)
         for mine, theirs in ((self.dropped, other.dropped), (self.changed, other.changed)):
             for name, counts in theirs.items():
-                old = mine.get(name, [0, 0])
-                mine[name] = [a + b for a, b in zip(old, counts, strict=True)]
+                self._count(mine.setdefault(name, [0] * len(counts)), counts)
         for name, found in other.examples.items():
             self.examples[name] = heapq.nsmallest(self.most, self.examples.get(name, []) + found)
 
     @staticmethod
-    def _count(counts: list[int], size: int) -> None:
-        counts[0] += 1
-        counts[1] += size
+    def _count(counts: list[int], more: Sequence[int]) -> None:
+        counts[:] = map(sum, zip(counts, more, strict=True))
 
     def _keep(self, name: str, document: Document) -> None:
         order = xxhash.xxh3_64_intdigest(document.text.encode(errors="surrogatepass"))
@@ -185,34 +189,40 @@ class Tally:
 
 
 # Try filters on inputs without tokenizing them, and the report of what filters have done.
-_TRY_VERSION = 1
+_TRY_VERSION = 2
 
 
-def try_filters(units: list[list[Extent]], out: str | Path, rules: FilterRules, *,
-                read: ReadOptions, workers: int = 1, part: Part = None) -> dict | None:
-    """Write what the filters would do to OUT/filters.json and return it; None for a part."""
+def try_filters(planned: list[list[Extent]], out: str | Path, rules: FilterRules, *,
+                read: ReadOptions, workers: int = 1, part: Part = None, tokenizer: str = ""
+               ) -> dict | None:
+    """Write what the filters would do to OUT/filters.json and return it; None for a part. Tokens
+    are counted if there is a tokenizer.
+    """
     filters_of(rules)  # a bad function or language is said before any work
-    description = {"version": _TRY_VERSION, "units": units_digest(units), "read": read.describe(),
-                   "filters": describe(rules)}
-    with job(out, description, finished=REPORT, part=part) as is_done:
+    units = identified(planned, out, part)
+    description = {"version": _TRY_VERSION, "read": read.describe(), "filters": describe(rules),
+                   "tokenizer": Tokenizer(tokenizer).sha256 if tokenizer else ""}
+    with job(out, description, finished=REPORT, part=part, units=units) as is_done:
         if not is_done:
-            jobs = {f"filter-{number:05d}": (unit, read, rules)
-                    for number, unit in enumerate(units)}
+            jobs = {name: (unit, read, rules, tokenizer) for name, unit in units.items()}
             total = Tally(rules.examples)
             done = run_units(out, filter_unit, jobs, workers=workers, label="filter", part=part,
                              keep=lambda result: total.merge(Tally(**result)))
             if done is None:
                 return None
-            write_report(out, rules, total)
+            check_unchanged(extents_of(units.values()))
+            write_report(out, rules, total, bad_files_of(planned))
     return read_json(Path(out) / REPORT)
 
 
-def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules) -> dict:
+def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules, tokenizer: str) -> dict:
     """Return the tally of one work unit; unreadable documents are not judged."""
     filters, tally = filters_of(rules), Tally(rules.examples)
+    counter = Tokenizer(tokenizer) if tokenizer else None
     for document in read_unit(unit, read):
         if not document.problem:
-            tally.add(document, filters(document))
+            tally.add(document, filters(document),
+                      token_count(counter, document.text) if counter else 0)
     return asdict(tally)
 
 
@@ -221,14 +231,33 @@ def describe(rules: FilterRules) -> dict:
     return asdict(rules) | {"functions": function_digests(rules)}
 
 
-def write_report(out: str | Path, rules: FilterRules, total: Tally) -> None:
+def write_report(out: str | Path, rules: FilterRules, total: Tally,
+                 bad_files: Mapping[str, str]) -> None:
     """Write OUT/filters.json, `total` being the sum of the units' tallies."""
-    report = {"rules": describe(rules), "documents": total.documents[0],
-              "characters": total.documents[1], "dropped": dict(sorted(total.dropped.items())),
+    sizes = dict(zip(("documents", "characters", "tokens"), total.documents, strict=True))
+    report = {"rules": describe(rules), "summary": _summary(total, sizes), **sizes,
+              "dropped": dict(sorted(total.dropped.items())),
               "changed": dict(sorted(total.changed.items())),
               "examples": {name: [found[1:] for found in examples]
-                           for name, examples in sorted(total.examples.items())}}
+                           for name, examples in sorted(total.examples.items())},
+              "bad_files": dict(bad_files)}
     write_atomic(Path(out) / REPORT, _text_of(report))
+
+
+def _summary(total: Tally, sizes: dict[str, int]) -> str:
+    """Return how much was dropped, and which filters file suits the language of most of it."""
+    gone = map(sum, zip([0, 0, 0], *total.dropped.values(), strict=True))
+    shares = [f"{part:,} of {size:,} {what} ({part / size:.1%})"
+              for part, (what, size) in zip(gone, sizes.items(), strict=True) if size]
+    text = f"{', '.join(shares) or '0 documents'} dropped"
+    for reason, (count, *_) in total.dropped.items():
+        code = reason.removeprefix("language: ")
+        if code != reason and count * 2 > sizes["documents"] and code != "not sure":
+            preset = f"data_prep/filters/web_{code}.toml"
+            if not find(preset).is_file():
+                preset = "data_prep/filters/any_language.toml"
+            text += f". Most are in another language ({code}): use --filters {preset}"
+    return text
 
 
 def _text_of(report: dict) -> str:

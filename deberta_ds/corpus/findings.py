@@ -8,6 +8,7 @@ units, and findings of other documents are refused.
 import hashlib
 import json
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +18,13 @@ import numpy as np
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.base.json_files import parse_json, typed
-from deberta_ds.corpus.documents import Extent, ReadOptions
+from deberta_ds.corpus.documents import Extent, ReadOptions, bad_files_of
+from deberta_ds.corpus.identity import check_unchanged
 from deberta_ds.data.corpus import check_file, map_array
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
-FINDINGS_VERSION = 2
+FINDINGS_VERSION = 4
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
 _MERGED_AT_ONCE = 1 << 20
 _COUNTS = {"duplicate": {"documents", "exact", "near"},
@@ -36,9 +38,8 @@ class _Manifest:
     """What the manifest of findings holds, and as what."""
 
     reason: Literal["duplicate", "contaminated"]
-    read: dict[str, Any]
     text_rules: int
-    inputs: dict[str, str]  # source: its state
+    inputs: dict[str, tuple[str, dict[str, Any]]]  # source: its state, how it was divided
     files: dict[str, tuple[int, str]]  # name: size and xxh3
     counts: dict[str, int]
 
@@ -78,17 +79,18 @@ class Findings:
         self._starts = map_array(self._directory / "starts.npy")
         self._places = map_array(self._directory / "places.npy")
 
-    def check(self, units: list[list[Extent]], read: ReadOptions) -> None:
+    def check(self, extents: Iterable[Extent], read: ReadOptions) -> None:
         """UserError unless these inputs, as they are, were searched with the same options."""
         path, manifest = self._directory / MANIFEST, self._manifest
-        if manifest["read"] != _dividing(read) or manifest["text_rules"] != TEXT_RULES_VERSION:
-            raise UserError(f"{path}: found with other reading options, {manifest['read']}, where "
-                            f"now they are {_dividing(read)}; {_AGAIN}")
-        inputs = manifest["inputs"]
-        for extent in (extent for unit in units for extent in unit):
-            if inputs.get(extent.source) != extent.state:
+        inputs, same_rules = manifest["inputs"], manifest["text_rules"] == TEXT_RULES_VERSION
+        for extent in extents:
+            state, then = inputs.get(extent.source, ("", {}))
+            if state != extent.state:
                 what = "changed since" if extent.source in inputs else "not among the inputs of"
                 raise UserError(f"{extent.path}: {what} the search in {self._directory}; {_AGAIN}")
+            if then != (now := _dividing(extent.read or read)) or not same_rules:
+                raise UserError(f"{path}: found with other reading options, {then}, where now they "
+                                f"are {now}; {_AGAIN}")
 
     def has(self, source: str, where: int) -> bool:
         """Return whether the document at `where` of an input was found."""
@@ -98,27 +100,22 @@ class Findings:
         return index < high and int(self._places[index]) == where
 
 
-def input_files(units: list[list[Extent]]) -> dict[str, str]:
-    """Return {source: its state} of all inputs in order; UserError if one is named twice."""
-    states: dict[str, str] = {}
-    ends: dict[str, int] = {}
-    for extent in (extent for unit in units for extent in unit):
-        if states.setdefault(extent.source, extent.state) and extent.start < ends.get(
-                extent.source, 0):
-            raise UserError(f"{extent.path}: named twice among the inputs; name it once")
-        ends[extent.source] = extent.end
-    return states
+def number_of(extents: Iterable[Extent]) -> dict[str, int]:
+    """Return {source: its number} of inputs: among all of them, or those of one unit."""
+    return {source: number for number, source in enumerate(
+        dict.fromkeys(extent.source for extent in extents))}
 
 
-def finish_findings(out: Path, units: list[list[Extent]], read: ReadOptions, reason: str,
-                    counts: dict) -> None:
-    """Merge what the units have saved and write the manifest, which completes the findings."""
-    files = input_files(units)
-    merge_found(out, "", len(files))
+def finish_findings(out: Path, extents: list[Extent], read: ReadOptions, reason: str, counts: dict
+                   ) -> None:
+    """Write the manifest, which completes the findings; what the units have saved is merged."""
+    check_unchanged(extents)
     sums = {name: [(out / f"{name}.npy").stat().st_size, xxh3(out / f"{name}.npy")]
             for name in ("starts", "places")}
-    manifest = {"version": FINDINGS_VERSION, "reason": reason, "read": _dividing(read),
-                "text_rules": TEXT_RULES_VERSION, "inputs": files, "files": sums, "counts": counts}
+    inputs = {extent.source: (extent.state, _dividing(extent.read or read)) for extent in extents}
+    manifest = {"version": FINDINGS_VERSION, "reason": reason,
+                "text_rules": TEXT_RULES_VERSION, "inputs": inputs, "files": sums,
+                "bad_files": bad_files_of([extents]), "counts": counts}
     write_atomic(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
@@ -134,13 +131,19 @@ def save_found(out: str, name: str, file: np.ndarray, where: np.ndarray) -> None
     save_array(Path(out) / "found" / f"{name}.npy", found[order])
 
 
-def merge_found(out: Path, kind: str, num_files: int) -> int:
+def merge_found(out: Path, kind: str, num_files: int,
+                numbers: Mapping[str, list[int]] | None = None) -> int:
     """Write starts.npy i64[files + 1] and places.npy u64: the places of file f, sorted, are
     places[starts[f] : starts[f + 1]]. Return how many. Memory: 36 bytes for each.
+
+    `numbers`: {what a unit has saved: the number of each of its files}, where it knows its own.
     """
     found, pending = np.zeros(0, FOUND), []
     for path in sorted((out / "found").glob(f"{kind}*.npy")):
-        pending.append(np.array(map_array(path)))
+        part = np.array(map_array(path))
+        if numbers:
+            part["file"] = np.array(numbers[path.stem])[part["file"]]
+        pending.append(part)
         if sum(map(len, pending)) > max(len(found), _MERGED_AT_ONCE):  # most are found many times
             found, pending = np.unique(np.concatenate([found, *pending])), []
     found = np.unique(np.concatenate([found, *pending]))

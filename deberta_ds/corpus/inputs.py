@@ -1,6 +1,7 @@
 """Opening inputs: local or remote (fsspec), plain or compressed, or streamed from the Hub."""
 
 import bz2
+import codecs
 import io
 import lzma
 import os
@@ -166,6 +167,15 @@ def _zstd_frame():
 
 _FRAMES = {".gz": _GzipFrame, ".zst": _zstd_frame,
            ".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
+
+
+def is_json_list(path: str) -> bool:
+    """Return whether a .json file is one list over all of the file, not a value per line."""
+    stem, suffix = os.path.splitext(path)
+    if (os.path.splitext(stem)[1] if suffix in COMPRESSED_SUFFIXES else suffix) != ".json":
+        return False
+    with open_bytes(path) as file:
+        return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def line_number(path: str, offset: int) -> int:

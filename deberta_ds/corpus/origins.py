@@ -103,9 +103,13 @@ def origins_path(corpus: str | Path, name: str) -> Path:
     return Path(corpus) / DIRECTORY / f"{name}.parquet"
 
 
-def write_origins_manifest(corpus: str | Path, files: Mapping[str, Sequence]) -> None:
-    """`files`: {shard: [bytes, xxh3]} of those shards that have origins."""
-    text = json.dumps({"version": 1, "files": files}, sort_keys=True, indent=1) + "\n"
+def write_origins_manifest(corpus: str | Path, files: Mapping[str, Sequence],
+                           bad_files: Mapping[str, str] | None = None) -> None:
+    """`files`: {shard: [bytes, xxh3]} of those shards that have origins. `bad_files`: {input that
+    was left out: why}.
+    """
+    values = {"version": 1, "files": files} | ({"bad_files": bad_files} if bad_files else {})
+    text = json.dumps(values, sort_keys=True, indent=1) + "\n"
     write_atomic(Path(corpus) / DIRECTORY / MANIFEST, text)
 
 

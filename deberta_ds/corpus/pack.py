@@ -1,10 +1,11 @@
 """Plan the rows of a tokenized corpus for one sequence length: one unit per shard."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, tell
 from deberta_ds.base.files import xxh3
 from deberta_ds.corpus.origins import DIRECTORY, Origins
 from deberta_ds.corpus.units import Part, job, run_units
@@ -38,6 +39,9 @@ def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, worke
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
     directory = rows_directory(corpus, seq_len)
     description = plan_description(content_hash, seq_len)
+    if (directory / MANIFEST).exists() and read_rows_manifest(directory)[0].corpus != content_hash:
+        tell(f"note: {directory}: packs an earlier state of the corpus; done again")
+        shutil.rmtree(directory)
     with job(directory, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             word_starts = tokenizer.word_starts()

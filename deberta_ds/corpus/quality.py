@@ -20,6 +20,7 @@ END_MARKS = (".", "?", "!", "…", "。", "？", "！", "｡", "।", "॥", "؟
 QUOTES = ('"', "'", "”", "’", "»", "」", "』")
 _SENTENCE_END = re.compile(f"[{re.escape(''.join(END_MARKS))}]+[{re.escape(''.join(QUOTES))})\\]]*"
                            f"(?=\\s|$|[{UNSPACED}])")
+_LINE_END = re.compile("\r\n?|\x85|\u2028")
 _PARAGRAPH_END = re.compile(r"\n{2,}")
 
 
@@ -27,7 +28,7 @@ class Text:
     """One document's text, split once however many rules ask for it."""
 
     def __init__(self, text: str):
-        self.text = text.replace("\r\n", "\n") if "\r" in text else text
+        self.text = _LINE_END.sub("\n", text.replace("\u2029", "\n\n"))
 
     @cached_property
     def tokens(self) -> list[str]:
@@ -189,6 +190,8 @@ class _Runs:
         if not len(runs):
             return 0
         times = np.bincount(runs)
+        if times.max() == 1:  # what occurs once repeats nothing
+            return 0
         first = int(np.flatnonzero(times[runs] == times.max())[0])
         return int(times.max()) * (int(self._characters(count)[first]) + count - 1)
 

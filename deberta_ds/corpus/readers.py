@@ -12,8 +12,9 @@ from pathlib import Path
 import orjson
 
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.corpus.documents import Document, Extent, ReadOptions
-from deberta_ds.corpus.inputs import COMPRESSED_SUFFIXES, open_bytes, open_stream
+from deberta_ds.corpus.documents import BAD, Document, Extent, ReadOptions
+from deberta_ds.corpus.identity import check_unchanged
+from deberta_ds.corpus.inputs import COMPRESSED_SUFFIXES, is_json_list, open_bytes, open_stream
 from deberta_ds.corpus.tables import Row, check_columns, read_rows
 from deberta_ds.corpus.warc import read_records
 
@@ -21,14 +22,20 @@ _BLOCK_BYTES = 1 << 18
 _EMPTY_LINE: dict = {}  # what an empty line of JSON lines stands for
 
 
-def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
-    """Yield the documents of one unit in order; unreadable ones have `problem` set."""
+def read_unit(unit: list[Extent], read: ReadOptions) -> Iterator[Document]:
+    """Yield the documents of one unit in order; unreadable ones have `problem` set. `read`: how the
+    extents are read that do not say so themselves.
+    """
     for extent in joined(unit):
+        options = extent.read or read
         with naming(extent.path):
-            if extent.kind in ("text", "json"):
+            if extent.kind == "json" and is_json_list(extent.path):
+                yield from _read_records(replace(extent, kind="list"), options)
+            elif extent.kind in ("text", "json"):
                 yield from _read_lines(extent, options)
-            elif extent.start < extent.end or extent.kind != "parquet":  # that has no rows
+            elif extent.kind != BAD and (extent.start < extent.end or extent.kind != "parquet"):
                 yield from _read_records(extent, options)
+        check_unchanged([extent])
 
 
 def joined(unit: list[Extent]) -> Iterator[Extent]:
@@ -60,6 +67,10 @@ def _read_lines(extent: Extent, options: ReadOptions) -> Iterator[Document]:
             data = file.read(options.max_document_bytes + 1)
             yield _text_document(extent.path, 0, [data], len(data), label, options)
         else:
+            with open_bytes(extent.path) as again:
+                start = again.read(_BLOCK_BYTES)
+            if b"\r" in start and b"\n" not in start:  # lines as on old Macs
+                file = io.BytesIO(file.read().replace(b"\r", b"\n"))
             yield from _broken_text(file, extent, end, label, options)
 
 
@@ -211,7 +222,7 @@ def _json_document(
             problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"
         except (ValueError, RecursionError) as error:
             problem = f"not JSON ({error})"
-            if where == 0 and line.strip() in (b"{", b"["):
+            if where == 0 and line.strip() == b"{":
                 problem = "a JSON value over many lines; each line must be an object of its own"
     return Document(text, path, where, "json", label, problem, name)
 
@@ -245,6 +256,8 @@ def _records_of(extent: Extent, options: ReadOptions, columns: list[str]) -> Ite
         return (Row(number, 0, fields, problem)
                 for number, fields, problem in read_records(extent, options))
     groups = range(extent.start, extent.end) if extent.kind == "parquet" else None
+    if extent.kind == "list":
+        return read_rows(extent.path)
     return read_rows(extent.path, columns=columns, groups=groups, quoted=True,
                      longest=min(options.max_document_bytes, 1 << 30))
 
@@ -255,15 +268,17 @@ def _directory_label(extent: Extent, options: ReadOptions) -> str:
 
 def _fields_of(record, label: str, options: ReadOptions) -> tuple[str, str, str, str]:
     """Return (text, problem, label, id) of one record."""
-    text = record.get(options.text_key) if isinstance(record, dict) else None
+    text = _value(record, options.text_key) if isinstance(record, dict) else None
+    if isinstance(text, list) and text and all(isinstance(part, str) for part in text):
+        text = "\n\n".join(text)  # paragraphs
     if not isinstance(text, str):
         return "", _why_no_text(record, options), label, ""
     if options.label_key:
-        value = record.get(options.label_key)
+        value = _value(record, options.label_key)
         label = "" if value is None else str(value)
     if not options.id_key:
         return text, "", label, ""
-    name = record.get(options.id_key)
+    name = _value(record, options.id_key)
     if name is None or name == "":
         return "", f"no id under {options.id_key!r}; see --id_key", label, ""
     if not isinstance(name, str | int) or isinstance(name, bool):  # two may read the same then
@@ -272,14 +287,23 @@ def _fields_of(record, label: str, options: ReadOptions) -> tuple[str, str, str,
     return text, "", label, str(name)
 
 
+def _value(record: dict, key: str):
+    """Return what a record has under a key; "meta.text" is also the key text under meta."""
+    if key in record or "." not in key:
+        return record.get(key)
+    first, _, rest = key.partition(".")
+    inner = record.get(first)
+    return _value(inner, rest) if isinstance(inner, dict) else None
+
+
 def _why_no_text(record, options: ReadOptions) -> str:
     """Return what is wrong with a record without a text; "" if it stands for an empty line."""
     if record is _EMPTY_LINE:
         return ""
     if not isinstance(record, dict):
         return f"a JSON {type(record).__name__}, not an object"
-    if options.text_key in record:
-        value = record[options.text_key]
+    value = _value(record, options.text_key)
+    if options.text_key in record or value is not None:
         kind = "null" if value is None else type(value).__name__
         return f"no string under {options.text_key!r} but {kind}"
     found = ", ".join(map(str, record)) or "nothing"

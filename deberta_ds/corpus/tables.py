@@ -302,9 +302,8 @@ def _arrow_rows(path: str, file: BinaryIO, kind: str, columns: Sequence[str] | N
         schema = parquet.schema_arrow
         groups = range(parquet.num_row_groups) if groups is None else groups
         number = sum(parquet.metadata.row_group(group).num_rows for group in range(groups.start))
-        wanted = None if columns is None else list(columns)
         batches: Iterable = chain.from_iterable(  # one group at a time: all would stay in memory
-            parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=wanted)
+            parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns)
             for group in groups)
     else:
         is_stream = file.read(6) != b"ARROW1"  # a stream is what `datasets` writes
@@ -312,6 +311,8 @@ def _arrow_rows(path: str, file: BinaryIO, kind: str, columns: Sequence[str] | N
         reader = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
         schema = reader.schema
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+    columns = columns and list(dict.fromkeys(  # of meta.text it is meta
+        name if name in schema.names else name.partition(".")[0] for name in columns))
     check_columns(columns or schema.names, schema.names, path)
     classes = _class_names(schema.metadata) if class_names else {}
     classes = {name: classes[name] for name in columns or schema.names if name in classes}

@@ -7,7 +7,6 @@ differs, so a run notices that its rows have changed.
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import link
 from deberta_ds.corpus.origins import (
     Origin,
     Origins,
@@ -90,7 +90,7 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
     """Link or rewrite a shard and its plans; return the fields of their infos, None if empty."""
     if not gone:
         for path in _files_of(corpus, shard.name, plans):
-            _link(path, Path(out) / path.relative_to(corpus))
+            link(path, Path(out) / path.relative_to(corpus))
         return {"shard": asdict(shard), "labels": {}, "origins": None,
                 "plans": {str(length): asdict(plan) for length, plan in plans.items()},
                 "hard_cuts": {}}
@@ -142,15 +142,6 @@ def _files_of(corpus: str, name: str, plans: dict[int, RowShardInfo]) -> list[Pa
         files += [rows_directory(corpus, length) / f"{name}.npy",
                   rows_directory(corpus, length) / f"{name}.starts.npy"]
     return files
-
-
-def _link(path: Path, to: Path) -> None:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    to.unlink(missing_ok=True)
-    try:
-        os.link(path, to)
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(path, to)
 
 
 def _finish(out: Path, old: Manifest, plans: dict[int, RowsManifest], origins: Origins,

@@ -2,9 +2,12 @@
 
 import bisect
 import itertools
+import json
 import os
+import re
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache, partial
@@ -16,7 +19,8 @@ import numpy as np
 import xxhash
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.documents import Document, Extent, ReadOptions, units_digest
+from deberta_ds.base.files import link
+from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.encode import (
     COUNTS,
     Cleaner,
@@ -24,13 +28,15 @@ from deberta_ds.corpus.encode import (
     batches,
     check_problems,
     encode_joined,
+    token_count,
 )
 from deberta_ds.corpus.filter_rules import FilterRules
 from deberta_ds.corpus.filters import Tally, describe, filters_of, write_report
 from deberta_ds.corpus.findings import Findings
-from deberta_ds.corpus.origins import OriginWriter, origins_path, write_origins_manifest
+from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
+from deberta_ds.corpus.origins import DIRECTORY, OriginWriter, write_origins_manifest
 from deberta_ds.corpus.readers import joined, read_unit
-from deberta_ds.corpus.units import Part, job, run_units
+from deberta_ds.corpus.units import MARKERS, job, run_units
 from deberta_ds.data.shards import (
     MANIFEST,
     Manifest,
@@ -44,10 +50,11 @@ from deberta_ds.tokenizer import Tokenizer, unknown_pieces
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
 SHARD_TOKENS = 1 << 27
-JOB_VERSION = 2
+FOLDERS = {"tokens": ".npy", "ends": ".npy", DIRECTORY: ".parquet"}
+JOB_VERSION = 3
 
 
-def tokenize_corpus(units: list[list[Extent]], out: str | Path, tokenizer: Tokenizer, *,
+def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tokenizer, *,
                     read: ReadOptions, clean: CleanOptions, heldout_out: str | Path | None = None,
                     heldout_share: float = 0.0, drop_heldout: bool = False,
                     leave_out: Sequence[str] = (), filters: FilterRules | None = None,
@@ -58,8 +65,7 @@ def tokenize_corpus(units: list[list[Extent]], out: str | Path, tokenizer: Token
     `leave_out`: directories of findings over these inputs (and others). A document is held
     out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
     such documents are left out and no held-out corpus is written. With `filters`, what they did
-    is written to OUT/filters.json. Completed parts of an earlier
-    run of the same job are kept.
+    is written to OUT/filters.json. Completed units of an earlier run of the same job are kept.
     """
     targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
     _check_heldout(targets, heldout_share, drop_heldout)
@@ -67,34 +73,36 @@ def tokenize_corpus(units: list[list[Extent]], out: str | Path, tokenizer: Token
         print(f"note: {tokenizer.path}: has no piece for {tokenizer.lost} and none for what is "
               "unknown, so these are left out of the text", file=sys.stderr, flush=True)
     share = heldout_share if heldout_out or drop_heldout else 0.0
+    units = identified(planned, out, part)
     searches = [Findings(directory) for directory in leave_out]
     for search in searches:
-        search.check(units, read)
+        search.check(extents_of(units.values(), part), read)
     if filters:
         filters_of(filters)  # a bad function or language is said before any work
-    description = _description(units, tokenizer, read, clean, share, drop_heldout, searches,
+    description = _description(tokenizer, read, clean, share, drop_heldout, searches,
                                filters)
     with ExitStack() as stack:
         finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part,
-                                            other=Path(out)))
+                                            other=Path(out), units=units))
                     for target in reversed(targets)]
         if not all(finished):
-            jobs = {f"{number:05d}": (number, unit, targets, str(tokenizer.path), read, clean,
-                                      share, list(leave_out), filters)
-                    for number, unit in enumerate(units)}
+            work = [f"{out}/{MARKERS}/{side}" for side in range(len(targets))]
+            jobs = {name: (name, unit, work, str(tokenizer.path), read, clean, share,
+                           list(leave_out), filters) for name, unit in units.items()}
             total = Tally(filters.examples) if filters else None
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
-                                part=part, keep=partial(_without_tally, total=total),
-                                is_whole=partial(_has_files, targets=targets))
+                                part=part, keep=partial(_without_tally, total=total))
             if results is None:
                 return {}
             problems = [line for result in results for line in result["problems"]]
             check_problems(problems, sum(result["counts"]["bad"] for result in results), clean)
             for line in problems:
                 print(f"left out: {line}", file=sys.stderr, flush=True)
+            check_unchanged(extents_of(units.values()))
             if filters and total:
-                write_report(out, filters, total)
-            _write_manifests(results, targets, tokenizer)
+                write_report(out, filters, total, bad_files_of(planned))
+            results = _publish(results, work, targets)
+            _write_manifests(results, targets, tokenizer, bad_files_of(planned))
             _say_unknown(results)
     return {target: read_manifest(target)[0] for target in targets}
 
@@ -108,16 +116,21 @@ def _say_unknown(results: list[dict]) -> None:
         print(f"warning: {lost}; train a tokenizer on text like this", file=sys.stderr, flush=True)
 
 
-def _has_files(result: dict, targets: list[str]) -> bool:
-    """Return whether all that a unit wrote is still there; corpora may have been removed since."""
-    sizes = {}
-    for number, target in enumerate(targets):
-        for shard in result["shards"][number]:
-            sizes[Path(target, "tokens", f"{shard['name']}.npy")] = shard["bytes"]
-            sizes[Path(target, "ends", f"{shard['name']}.npy")] = shard["ends_bytes"]
-        for name, (size, _) in result["origins"][number].items():
-            sizes[origins_path(target, name)] = size
-    return all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+def _publish(results: list[dict], work: list[str], targets: list[str]) -> list[dict]:
+    """Link what the units have written to where it belongs, under names that begin with the number
+    of the unit; return the results with these names.
+    """
+    for target, folder in itertools.product(targets, FOLDERS):
+        shutil.rmtree(Path(target, folder), ignore_errors=True)
+    renamed = []
+    for number, result in enumerate(results):
+        for side, shards in enumerate(result["shards"]):
+            for (folder, suffix), shard in itertools.product(FOLDERS.items(), shards):
+                name = f"{number:05d}-{shard['name'].partition('-')[2]}{suffix}"
+                link(Path(work[side], folder, shard["name"] + suffix),
+                     Path(targets[side], folder, name))
+        renamed.append(json.loads(re.sub('"[0-9a-f]{32}-', f'"{number:05d}-', json.dumps(result))))
+    return renamed
 
 
 def _without_tally(result: dict, total: Tally | None) -> dict:
@@ -127,12 +140,12 @@ def _without_tally(result: dict, total: Tally | None) -> dict:
     return result
 
 
-def _description(units: list[list[Extent]], tokenizer: Tokenizer, read: ReadOptions,
+def _description(tokenizer: Tokenizer, read: ReadOptions,
                  clean: CleanOptions, share: float, drop_heldout: bool, searches: list[Findings],
                  filters: FilterRules | None) -> dict:
     """Return what an earlier run's parts must have been made with to be kept."""
     description = {
-        "version": JOB_VERSION, "units": units_digest(units),
+        "version": JOB_VERSION,
         "tokenizer": tokenizer.sha256, "read": read.describe(),
         "clean": asdict(clean) | {"max_bad": 0},  # decides at the end: a higher one goes on
         "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
@@ -157,7 +170,7 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
         raise UserError("held-out documents are either written or dropped; choose one")
 
 
-def tokenize_unit(number: int, unit: list[Extent], targets: list[str], tokenizer_path: str,
+def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer_path: str,
                   read: ReadOptions, clean: CleanOptions, heldout_share: float,
                   leave_out: list[str], filters: FilterRules | None = None) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
@@ -171,9 +184,10 @@ def tokenize_unit(number: int, unit: list[Extent], targets: list[str], tokenizer
     cleaner = Cleaner(clean, is_read)
     counts = cleaner.counts
     with ExitStack() as stack:
-        writers = [stack.enter_context(_Rolling(target, number, tokenizer, counts))
+        writers = [stack.enter_context(_Rolling(target, name, tokenizer, counts))
                    for target in targets]
-        for documents in batches(_wanted(unit, read, leave_out, filters, tally, counts)):
+        for documents in batches(_wanted(unit, read, leave_out, filters, tally, counts,
+                                          tokenizer)):
             texts = cleaner.texts(documents)
             sides = [int(is_held_out(text, heldout_share)) if text else None for text in texts
                      ] if heldout_share or not all(texts) else []
@@ -199,8 +213,8 @@ def tokenize_unit(number: int, unit: list[Extent], targets: list[str], tokenizer
 
 
 def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[str],
-            filters: FilterRules | None, tally: Tally | None, counts: dict[str, int]
-           ) -> Iterator[Document]:
+            filters: FilterRules | None, tally: Tally | None, counts: dict[str, int],
+            tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield the documents of one unit but those that searches found or filters drop."""
     searches = [_findings(directory) for directory in leave_out]
     for extent in joined(unit):
@@ -212,7 +226,7 @@ def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[str],
                 extent.source, document.where)), "")
             if not reason and filters and tally and not document.problem:
                 verdict = filters_of(filters)(document)
-                tally.add(document, verdict)
+                tally.add(document, verdict, token_count(tokenizer, document.text))
                 reason = "filtered" if verdict.reason else ""
                 document = document._replace(text=verdict.text, label=verdict.label)
             if reason:
@@ -226,11 +240,16 @@ def is_held_out(text: str, share: float) -> bool:
     return xxhash.xxh3_64_intdigest(text.encode()) < share * 2**64
 
 
-def _write_manifests(results: list[dict], targets: list[str], tokenizer: Tokenizer) -> None:
+def _write_manifests(results: list[dict], targets: list[str], tokenizer: Tokenizer,
+                     bad_files: Mapping[str, str]) -> None:
     for number, target in reversed(list(enumerate(targets))):
         write_origins_manifest(target, {
-            name: file for result in results for name, file in result["origins"][number].items()})
-        write_manifest(target, _manifest(results, target == targets[0], tokenizer))
+            name: file for result in results for name, file in result["origins"][number].items()},
+            bad_files)
+        manifest = _manifest(results, target == targets[0], tokenizer)
+        if bad_files:
+            manifest.counts["bad_files"] = len(bad_files)
+        write_manifest(target, manifest)
 
 
 def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manifest:
@@ -257,9 +276,9 @@ _findings, _tokenizer = cache(Findings), cache(Tokenizer)
 class _Rolling:
     """Writes one unit's documents to shards of at most about SHARD_TOKENS tokens."""
 
-    def __init__(self, target: str, number: int, tokenizer: Tokenizer, counts: dict[str, int]):
+    def __init__(self, target: str, unit: str, tokenizer: Tokenizer, counts: dict[str, int]):
         self._counts = counts
-        self._target, self._number, self._tokenizer = target, number, tokenizer
+        self._target, self._unit, self._tokenizer = target, unit, tokenizer
         self._dtype = token_dtype(tokenizer.size)
         self._shards: list[ShardInfo] = []
         self._writer: ShardWriter | None = None
@@ -308,7 +327,7 @@ class _Rolling:
         ends, begin = list(itertools.accumulate(lengths, initial=0)), 0
         while begin < len(lengths):
             if self._writer is None or self._origins is None:
-                name = f"{self._number:05d}-{len(self._shards):03d}"
+                name = f"{self._unit}-{len(self._shards):03d}"
                 self._writer = ShardWriter(self._target, name, self._dtype)
                 self._origins = OriginWriter(self._target, name)
             full = ends[begin] + SHARD_TOKENS - self._writer.tokens

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,11 +23,12 @@ import xxhash
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, still_at_work
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.splitmix import mix64
 from deberta_ds.corpus.documents import Extent, ReadOptions
 from deberta_ds.corpus.encode import Cleaner, CleanOptions
+from deberta_ds.corpus.identity import check_unchanged, extents_of
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import FORK
 from deberta_ds.data.mixture import temperature_weights
@@ -47,18 +50,31 @@ SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences over 4192 bytes with
 Languages = dict[str, tuple[int, float]]  # {label: (characters there, characters wanted)}
 
 
+@dataclass(frozen=True)
+class TextChoices:
+    """What a new tokenizer makes of a text beside the text rules, as the command's options say."""
+
+    symbols: tuple[str, ...] = ()
+    nfkc: bool = False
+    lower_case: bool = False
+    split_digits: bool = False
+    keep_white_space: bool = False
+
+
 def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions,
-                 languages: Languages | None = None, max_bad: int = 0) -> Iterator[str]:
-    """Yield about `sample_bytes` of normalised text: evenly from the start of every unit, or what
-    `languages` says. UserError if there is none, or for more than `max_bad` unreadable documents;
-    others are named on stderr.
+                 languages: Languages | None = None, max_bad: int = 0, *, is_raw: bool = False
+                 ) -> Iterator[str]:
+    """Yield about `sample_bytes` of normalised (`is_raw`: unchanged) text: evenly from the start of
+    every unit, or what `languages` says. UserError if there is none, or for more than `max_bad`
+    unreadable documents; others are named on stderr.
     """
-    cleaner, is_empty = Cleaner(CleanOptions(max_bad=max_bad), is_read=True), True
+    cleaner, is_empty = Cleaner(CleanOptions(max_bad=max_bad), is_read=not is_raw), True
     pieces = _by_language(units, read, languages, cleaner) if languages else \
         _evenly(units, read, sample_bytes, cleaner)
     for piece in pieces:
         is_empty = False
         yield piece
+    check_unchanged(extents_of(units))
     for line in cleaner.problems:
         print(f"left out: {line}", file=sys.stderr, flush=True)
     if is_empty:
@@ -85,11 +101,12 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
     """Return how much there is of each language, and how much of it a sample of `sample_bytes`
     takes (of all bytes, if those are fewer). Reads all of the input; prints the shares.
     """
-    if not (read.label_key or read.label_from_directory):
+    reads = [extent.read or read for extent in extents_of(units)]
+    if not any(one.label_key or one.label_from_directory for one in reads):
         raise UserError("--temperature needs to know the languages; give --label_key or "
                         "--label_from_directory")
     totals: dict[str, list[int]] = {}
-    with ProcessPoolExecutor(workers, FORK) as pool:
+    with ProcessPoolExecutor(workers, FORK) as pool, still_at_work(lambda: "counting languages"):
         counted = pool.map(partial(_count, read=read, max_bad=max_bad), units)
         for counts in tqdm(counted, desc="counting languages", total=len(units), unit="unit",
                            disable=None):
@@ -148,12 +165,13 @@ def _pieces(text: str) -> Iterator[str]:
 # In SentencePiece's messages.
 _MOST_PIECES = re.compile(r"<= (\d+)")
 _LEAST_PIECES = re.compile(r"required_chars\. \d+ vs (\d+)")
-_SCORE_UNIT = 1 / 16  # nats: sums of its multiples are exact in float32 up to 2**20
+SCORE_UNIT = 1 / 16  # nats: sums of its multiples are exact in float32 up to 2**20
 
 
 def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, sample_bytes: int,
                     read: ReadOptions, character_coverage: float = 0.9995, threads: int = 2,
-                    languages: Languages | None = None, max_bad: int = 0) -> Tokenizer:
+                    languages: Languages | None = None, max_bad: int = 0,
+                    choices: TextChoices = TextChoices()) -> Tokenizer:
     """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (spm_rules.py), next to which it keeps case
@@ -167,19 +185,32 @@ def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, 
     if any(os.path.realpath(extent.path) == os.path.realpath(out)
            for unit in units for extent in unit):
         raise UserError(f"{out}: is one of the inputs; name another file")
+    for symbol in choices.symbols:  # found before the normalizer here, behind it in an export
+        plain = unicodedata.normalize("NFKC" if choices.nfkc else "NFC", symbol)
+        if symbol != (plain.lower() if choices.lower_case else plain):
+            raise UserError(f"{out}: the normalizer would change the symbol {symbol!r}; give it as "
+                            "it is in normalized text")
+    sample = sample_texts(units, sample_bytes, read, languages, max_bad,
+                          is_raw=choices.keep_white_space)
     model = io.BytesIO()
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory, still_at_work(lambda: f"training {pieces:,} subwords"):
         rules = Path(directory) / "rules.tsv"
         failed: list[Exception | KeyboardInterrupt] = []
-        write_atomic(rules, normalizer_tsv())
+        write_atomic(rules, normalizer_tsv(choices.lower_case))
+        named = "nmt_" * (not choices.keep_white_space) + "nfkc" + "_cf" * choices.lower_case \
+            if choices.nfkc else "identity" * choices.keep_white_space
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_noting(failed, _sample(units, sample_bytes, read, pieces,
-                                                          languages, max_bad)),
+                sentence_iterator=_noting(failed, _shown(sample, sample_bytes)),
                 model_writer=model,
                 vocab_size=pieces,
                 model_type="unigram",
-                normalization_rule_tsv=str(rules),
+                user_defined_symbols=list(choices.symbols),
+                split_digits=choices.split_digits,
+                remove_extra_whitespaces=not choices.keep_white_space,
+                allow_whitespace_only_pieces=choices.keep_white_space,
+                **{"normalization_rule_name": named} if named else {
+                    "normalization_rule_tsv": str(rules)},
                 byte_fallback=True,
                 character_coverage=character_coverage,
                 pad_id=0, bos_id=1, eos_id=2, unk_id=3,
@@ -191,7 +222,7 @@ def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, 
                 raise failed[0] from None
             raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
                             f"{_remedy(str(error))}") from error
-    write_atomic(out, _finished(model.getvalue()))
+    write_atomic(out, _finished(model.getvalue(), has_rules=not (named or choices.lower_case)))
     return Tokenizer(out)
 
 
@@ -204,9 +235,9 @@ def _remedy(message: str) -> str:
     return f"it says: {message}"
 
 
-def _finished(model: bytes) -> bytes:
-    """Return the model with the name of our rules in place of "user_defined", no path, and scores
-    in whole units.
+def _finished(model: bytes, has_rules: bool) -> bytes:
+    """Return the model with the name of our rules, if it has those, no path, and scores in whole
+    units.
 
     SentencePiece adds scores in float32 from the start of a text: of two ways to cut a word that
     are nearly as good, what stands before decides. Sums of rounded scores are exact, so that a word
@@ -215,10 +246,10 @@ def _finished(model: bytes) -> bytes:
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)
-    proto.normalizer_spec.name = RULES_NAME
+    proto.normalizer_spec.name = RULES_NAME if has_rules else proto.normalizer_spec.name
     proto.normalizer_spec.ClearField("normalization_rule_tsv")
     for piece in proto.pieces:
-        piece.score = round(piece.score / _SCORE_UNIT) * _SCORE_UNIT
+        piece.score = round(piece.score / SCORE_UNIT) * SCORE_UNIT
     return proto.SerializeToString(deterministic=True)
 
 
@@ -231,18 +262,14 @@ def _noting(failed: list[Exception | KeyboardInterrupt], sentences: Iterator[str
         raise
 
 
-def _sample(units: list[list[Extent]], sample_bytes: int, read: ReadOptions, pieces: int,
-            languages: Languages | None, max_bad: int) -> Iterator[str]:
-    """Yield sentences of about `sample_bytes` in all, and show how far that is."""
-    size = 0
+def _shown(sample: Iterable[str], sample_bytes: int) -> Iterator[str]:
+    """Yield the sentences of a sample, and show how far that is."""
     with tqdm(total=sample_bytes, desc="reading the sample", unit="B", unit_scale=True,
               disable=None) as bar:
-        for sentence in sample_texts(units, sample_bytes, read, languages, max_bad):
+        for sentence in sample:
             bar.update(len(sentence.encode()))
-            size += len(sentence.encode())
             yield sentence
-    print(f"SentencePiece makes {pieces:,} pieces of {size / 1e6:.1f} MB of text, which takes "
-          f"{'minutes' if size > 1e7 else 'seconds'} and shows nothing", file=sys.stderr)
+        bar.total = bar.n  # there may be less text than was asked for
 
 
 # Train byte-level BPE, BPE with a space mark, or WordPiece with Hugging Face `tokenizers`.
@@ -259,7 +286,8 @@ _LONGEST_WORD = 200  # characters
 
 def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int,
                sample_bytes: int, read: ReadOptions, character_coverage: float = 0.9995,
-               languages: Languages | None = None, max_bad: int = 0) -> Tokenizer:
+               languages: Languages | None = None, max_bad: int = 0,
+               choices: TextChoices = TextChoices()) -> Tokenizer:
     """Write the tokenizer to directory `out` and return it: `pieces` pieces and [MASK].
 
     Memory is bounded by `sample_bytes`, taken evenly from the start of every unit, or as
@@ -268,18 +296,19 @@ def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces:
     out = Path(out)
     if out.suffix in (".model", ".json") or out.is_file():
         raise UserError(f"{out}: --kind {kind} writes a directory; give the name of one")
-    other = [name for name in (*itertools.chain(*FORMS), *OTHER_MODELS)
-             if name != JSON and (out / name).exists()]
-    if other:  # that one would be read, or the two be mixed
-        raise UserError(f"{out}: holds another tokenizer ({other[0]}); give another directory")
-    fast, trainer = _untrained(kind, pieces)
-    sample = list(sample_texts(units, sample_bytes, read, languages, max_bad))
+    check_directory(out)
+    if choices.keep_white_space and kind != "byte_bpe":
+        raise UserError(f"--kind {kind} keeps no white space; take unigram or byte_bpe")
+    fast, trainer = _untrained(kind, pieces, choices)
+    sample = list(_shown(sample_texts(units, sample_bytes, read, languages, max_bad,
+                                      is_raw=choices.keep_white_space), sample_bytes))
     if kind != "byte_bpe":
         alphabet = _alphabet(sample, character_coverage) + ([SPACE_MARK] if kind == "bpe" else [])
         trainer.initial_alphabet, trainer.limit_alphabet = alphabet, len(alphabet)
     if kind == "wordpiece":  # else their ids come in an order that differs from run to run
         trainer.special_tokens = [*SPECIAL_PIECES, *(f"##{character}" for character in alphabet)]
-    fast.train_from_iterator(sample, trainer)
+    with still_at_work(lambda: f"training {pieces:,} subwords"):
+        fast.train_from_iterator(sample, trainer)
     made = fast.get_vocab_size()
     if made != pieces:
         remedy = f"fewer with --vocab_size {made}, or give more text" if made < pieces else \
@@ -289,14 +318,31 @@ def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces:
     parts = json.loads(fast.to_str())
     parts["added_tokens"] = parts["added_tokens"][:len(SPECIAL_PIECES)]  # bytes are pieces
     parts["added_tokens"].append(special_token(MASK_PIECE, pieces, is_mask=True))
+    parts["added_tokens"] += [special_token(symbol, number, False) | {"special": False}
+                              for number, symbol in enumerate(choices.symbols, pieces + 1)]
     write_atomic(out / JSON, json.dumps(parts, ensure_ascii=False) + "\n")
     write_tokenizer_json(Tokenizer(out / JSON), out)
     return Tokenizer(out)
 
 
-def _untrained(kind: str, pieces: int):
-    rules = [*normalization.plain_spaces(), *normalization.characters(),
-             *normalization.single_spaces(normalization.LAST_SPACE if kind == "bpe" else None)]
+def check_directory(out: Path) -> None:
+    """UserError if a directory holds another tokenizer, which would be read or mixed with one of
+    tokenizer.json.
+    """
+    for name in (*itertools.chain(*FORMS), *OTHER_MODELS):
+        if name != JSON and (out / name).exists():
+            raise UserError(f"{out}: holds another tokenizer ({name}); give another directory")
+
+
+def _untrained(kind: str, pieces: int, choices: TextChoices):
+    rules = [normalizers.NFKC()] if choices.nfkc else []
+    if choices.keep_white_space:
+        rules = rules or [normalizers.NFC()]
+    else:
+        ends = normalization.LAST_SPACE if kind == "bpe" else None
+        rules = [*normalization.plain_spaces(), *normalization.characters(), *rules,
+                 *normalization.single_spaces(ends)]
+    rules += [normalizers.Lowercase()] if choices.lower_case else []
     options: dict[str, Any] = {"vocab_size": pieces, "show_progress": sys.stderr.isatty(),
                                "special_tokens": list(SPECIAL_PIECES)}
     if kind == "wordpiece":
@@ -323,6 +369,9 @@ def _untrained(kind: str, pieces: int):
         fast.decoder = normalization.decoder()
         trainer = trainers.BpeTrainer(**options)
     fast.normalizer = normalizers.Sequence(rules)
+    if choices.split_digits:
+        fast.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Digits(individual_digits=True), fast.pre_tokenizer])
     return fast, trainer
 
 

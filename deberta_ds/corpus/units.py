@@ -2,7 +2,9 @@
 
 A job is a directory, a description and a list of named units. A unit writes its files atomically
 and then its marker, `.units/NAME.json`; a restart runs only units without one. The output depends
-on the description alone, never on the number of workers. Workers are processes
+on the description alone, never on the number of workers. Units that read inputs are named by their
+contents, and stay: where inputs have changed, the same command does their units again and no
+others. Workers are processes
 (concurrent.futures), or ranks under `mpirun -n N python -m mpi4py.futures script.py ...`, where
 rank 0 works too. Or the units are shared out over the jobs of an array: part i of n does its units
 and no more, on any host; the same command without a part then finishes.
@@ -14,6 +16,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -27,16 +30,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError, listed, still_at_work, tell
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import parse_json
 from deberta_ds.cluster import process
+from deberta_ds.corpus.identity import RECORDS, Part, Units, digest_of, inputs_of, read_inputs
 
 PLAN = ".job.json"
 MARKERS = ".units"
 LOCK = ".lock"
-Part = tuple[int, int] | None  # (i, n): units i, i + n, ... of n parts; None: all, and the end
 _TEMPORARY = ".*.tmp"  # what files.atomic_path writes first
+_OWN = (PLAN, f"{LOCK}*", RECORDS, _TEMPORARY)
+_NAME = re.compile("[0-9a-f]{32}(?![0-9a-f])")  # begins the names of what a unit of inputs writes
+_OTHERS = ("{}: holds the output of other inputs or options (see {}); remove it or give another "
+           "directory")
 # Workers are this process's children and share its end (_die_with_parent). By default Python 3.14
 # has a server start them.
 FORK = multiprocessing.get_context("fork")
@@ -44,41 +51,69 @@ FORK = multiprocessing.get_context("fork")
 
 @contextmanager
 def job(directory: str | Path, description: dict, *, finished: str, part: Part = None,
-        other: Path | None = None) -> Iterator[bool]:
+        other: Path | None = None, units: Units | None = None) -> Iterator[bool]:
     """Context in which this process alone (or the parts of an array together) works in `directory`;
     yields whether the job is done.
 
-    `description` is JSON of all that decides the output, `finished` the file that is written last.
-    UserError if the directory holds another job's output, or if another process is at work in it.
-    Temporary files of a killed run are removed at the start, markers of units at the end. What a
-    job of another description left is taken for a first try that ended on an error, and removed, if
-    it finished no file here and in `other`, where the markers of a job in two directories lie.
+    `description` is JSON of all that decides the output but the inputs, which the names of `units`
+    do; `finished` is the file that is written last. UserError if the directory holds another job's
+    output, or another process is at work in it. Temporary files of a killed run are removed at the
+    start, markers (but of `units`) at the end. What another job left is taken for a first try that
+    ended on an error if no file is finished here and `other`, where the markers of a job in two
+    directories lie.
     """
-    directory = Path(directory)
+    directory, home = Path(directory), Path(other or directory)
+    if units is not None and not part:  # which does not know the contents of all inputs
+        description = description | {"units": digest_of(units)}
     text = _plan_text(description)
-    if (directory / finished).exists() and not (directory / MARKERS).exists():
-        _check_description(directory, text)
-        yield True
-        return
+    if (directory / finished).exists() and (units or not (directory / MARKERS).exists()):
+        _check_description(directory, text, home)
+        if part or _plan_of(directory) == json.loads(text):
+            yield True
+            return
     with no_space_as_user_error(directory):
         directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_locked(directory, LOCK, shared=part is not None))
         if part:
             stack.enter_context(_locked(directory, f"{LOCK}-{part[0]}-of-{part[1]}", shared=False))
-        if not part and _is_first_try(directory, text) and _is_first_try(other or directory, text):
-            _remove_empty(directory)
-        _check_description(directory, text)
+        _check_description(directory, text, home)
         for leftover in [] if part else directory.rglob(_TEMPORARY):
             leftover.unlink(missing_ok=True)
+        if units and not part:
+            _renew(directory, home, units, finished)
         is_done = (directory / finished).exists()
         if not is_done:
             with no_space_as_user_error(directory):
-                write_plan(directory, description)
+                if not part or not _is_same_job(directory, text):
+                    write_plan(directory, description)
                 (directory / MARKERS).mkdir(exist_ok=True)
+                if units and directory == home:
+                    name = f".inputs-{part[0]}-of-{part[1]}.json" if part else ".inputs.json"
+                    write_atomic(home / name, json.dumps(inputs_of(units, part), indent=0))
         yield is_done
-        if not part:
+        if not part and not units:
             shutil.rmtree(directory / MARKERS, ignore_errors=True)
+
+
+def _renew(directory: Path, home: Path, units: Units, finished: str) -> None:
+    """Make ready for units of inputs that have changed, and say so; UserError if all have, or if
+    they are only divided in another way.
+    """
+    digest, before, now = digest_of(units), read_inputs(home), inputs_of(units)
+    if _plan_of(directory).get("units", digest) != digest and _is_begun(home):
+        changed = [path for path in before | now
+                   if before.get(path, [""])[-1] != now.get(path, [""])[-1]]
+        if not before.keys() & now.keys() or not changed:
+            raise UserError(_OTHERS.format(directory, directory / PLAN))
+        if directory == home:
+            missing = sum(not (home / MARKERS / f"{name}.json").exists() for name in units)
+            tell(f"note: {directory}: other inputs than before ({listed(changed)}); "
+                 f"{missing:,} of {len(units):,} units have to be done")
+        (directory / finished).unlink(missing_ok=True)
+    for path in list(directory.rglob("*")):  # of units that are no more
+        if _NAME.match(path.name) and path.name[:32] not in units and path.name[:32] != digest:
+            path.unlink()
 
 
 def write_plan(directory: Path, description: dict) -> None:
@@ -86,50 +121,42 @@ def write_plan(directory: Path, description: dict) -> None:
     write_atomic(directory / PLAN, _plan_text(description))
 
 
-def _is_first_try(directory: Path, text: str) -> bool:
-    """Return whether a job with another plan left that here, and no file that it finished."""
-    plan = directory / PLAN
-    if not plan.exists() or plan.read_bytes() == text.encode():
-        return False
-    return all(entry.is_dir() or entry.name == PLAN or entry.name.startswith(LOCK)
-               or entry.match(_TEMPORARY) for entry in directory.rglob("*"))
-
-
-def _remove_empty(directory: Path) -> None:
-    """Remove a first try's plan and the empty directories that it made."""
-    for entry in sorted(directory.rglob("*"), reverse=True):  # what is inside first
-        if entry.is_dir():
-            entry.rmdir()
-        elif entry.name == PLAN or entry.match(_TEMPORARY):
-            entry.unlink()
+def _is_begun(directory: Path) -> bool:
+    """Return whether a job has finished a file there."""
+    return any(not entry.is_dir() and not any(map(entry.match, _OWN))
+               for entry in directory.rglob("*"))
 
 
 def _plan_text(description: dict) -> str:
     return json.dumps(description, sort_keys=True, indent=1) + "\n"
 
 
-def _check_description(directory: Path, text: str) -> None:
+def _plan_of(directory: Path) -> dict:
+    """Return the plan in a directory; {} if there is none that can be read."""
+    with suppress(ValueError, OSError):
+        plan = parse_json((directory / PLAN).read_bytes())
+        return plan if isinstance(plan, dict) else {}
+    return {}
+
+
+def _is_same_job(directory: Path, text: str) -> bool:
+    """Return whether a plan differs in the inputs at most."""
+    return _plan_of(directory) | {"units": 0} == json.loads(text) | {"units": 0}
+
+
+def _check_description(directory: Path, text: str, home: Path) -> None:
     path = directory / PLAN
     if path.exists():
-        with naming(path):
-            found = path.read_bytes()
-        if found == text.encode():
+        if _is_same_job(directory, text) or not (_is_begun(directory) or _is_begun(home)):
             return
-        try:
-            version = parse_json(found).get("version")
-        except (ValueError, AttributeError):
-            version = None
-        if version != json.loads(text).get("version"):
+        if _plan_of(directory).get("version") != json.loads(text).get("version"):
             raise UserError(
                 f"{directory}: the output of another version of this program (see {path}); what "
                 "is finished can be used, but to go on or make it again, give another directory")
-        raise UserError(
-            f"{directory}: holds the output of other inputs or options, or of inputs that have "
-            f"changed since (see {path}); remove it or give another directory")
-    if any(not entry.name.startswith(LOCK) and not entry.match(_TEMPORARY)
-           for entry in directory.iterdir()):
+        raise UserError(_OTHERS.format(directory, path))
+    if any(not any(map(entry.match, _OWN)) for entry in directory.iterdir()):
         if path.exists():  # since another part of the array has begun, a moment ago
-            return _check_description(directory, text)
+            return _check_description(directory, text, home)
         raise UserError(f"{directory}: not empty and not made by this command; remove it")
 
 
@@ -173,32 +200,24 @@ def _take_lock(path: Path, kind: int) -> int:
 
 def run_units(directory: str | Path, function: Callable[..., dict], units: dict[str, tuple], *,
               workers: int, label: str, part: Part = None,
-              keep: Callable[[dict], Any] = lambda result: result,
-              is_whole: Callable[[dict], bool] | None = None) -> list | None:
+              keep: Callable[[dict], Any] = lambda result: result) -> list | None:
     """Return `keep(function(*units[name]))` for each name, in the order of `units`; None for a
     part, of which only its units are done.
 
     `function` must be importable, write its files atomically, and return a JSON-able dict. `keep`
-    takes from it what adds up: only what it returns stays in memory of all units at once. A
-    finished unit is kept if `is_whole(result)`, as where its files are still there.
+    takes from it what adds up: only what it returns stays in memory of all units at once.
     """
     directory = Path(directory)
     markers = directory / MARKERS
     finished = {path.stem for path in markers.glob("*.json")}
     first, step = (part[0] - 1, part[1]) if part else (0, 1)
     mine = list(units.items())[first::step]
-    if is_whole:
-        lost = [name for name, _ in mine if name in finished
-                and not is_whole(json.loads((markers / f"{name}.json").read_bytes()))]
-        if lost:
-            print(f"note: {directory}: files of {len(lost):,} finished units are gone or changed; "
-                  "made again", file=sys.stderr, flush=True)
-            finished.difference_update(lost)
     missing = deque((markers, name, function, args) for name, args in mine
                     if name not in finished)
     bar = tqdm(total=len(mine), initial=len(mine) - len(missing), desc=label, unit="unit",
                disable=None, dynamic_ncols=True, smoothing=0)
-    with bar, no_space_as_user_error(directory):
+    with bar, no_space_as_user_error(directory), still_at_work(
+            lambda: f"{label}: {len(mine) - len(missing):,} of {len(mine):,} units begun"):
         if under_mpi():
             _run_mpi(missing, bar)
         elif workers > 1 and len(missing) > 1:

@@ -3,7 +3,7 @@
 "uniform" (default): whole words in random order until exactly round(rate * real tokens) tokens are
 chosen; n-grams extend over the following words of the piece with P(n) ~ 1/n. Words that would
 overshoot are skipped, so long words are chosen a little less often, and with n-grams the first
-words of a piece too (docs/data.md has the figures); tenths of a row are alike.
+words of a piece too (docs/evidence/data.md has the figures); tenths of a row are alike.
 
 What has no word starts (hexadecimal, base64, DNA, digits, scripts spelled in bytes) would be one
 word of a whole row: beyond 16 tokens, or beyond the budget, each character of a word stands for

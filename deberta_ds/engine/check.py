@@ -38,7 +38,7 @@ OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; engine/state.py reads and writes 
         "_get_param_partition_rank", "_reassign_or_swap_out_partitioned_parameters",
         "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
 }
-ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "partition_numel")
+ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "partition_numel")
 
 
 def check_deepspeed(values: dict, place: str) -> list[str]:

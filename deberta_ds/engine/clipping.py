@@ -3,7 +3,7 @@
 The official code gives generator and discriminator an optimizer each and clips each by its own
 norm. DeepSpeed clips all parameters by one, and with lambda = 50 that is the discriminator's: the
 generator's gradient is scaled by a factor that changes from step to step and has nothing to do with
-it (docs/interop.md has what that costs). Here no group of the optimizer holds parameters of two
+it (docs/explanation/numerics.md). Here no group of the optimizer holds parameters of two
 networks (a table with gradients of both losses counts as a third), and where DeepSpeed 0.19.8
 scales a group's gradient, the norm of its network takes the place of the common one. What is
 reported, and tested for not being finite, stays the common norm.

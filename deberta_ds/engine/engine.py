@@ -6,9 +6,11 @@ backward; initial values are set after construction, parameter by parameter, bec
 """
 
 import os
+import signal
+import threading
 import warnings
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import deepspeed
@@ -16,7 +18,7 @@ import torch
 from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from torch import Tensor, nn
 
-from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.errors import UserError, first_line, tell
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.driver import count_gpus
@@ -31,9 +33,10 @@ from deberta_ds.model import cpu
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
 from deberta_ds.model.kernels import kernel_check
-from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
+from deberta_ds.objectives.build import build_model, held_parameters, objective_of
 from deberta_ds.tracking import log
 
+WAIT_SECONDS = 20.0  # for other ranks, before it is said
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
 
@@ -74,7 +77,8 @@ def init_distributed() -> torch.device:
     if dist.is_distributed():
         return device
     try:
-        deepspeed.init_distributed(verbose=False)
+        with _saying_who_waits():
+            deepspeed.init_distributed(verbose=False)
     except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
         remedy = ("choose a free port (--master_port of deepspeed and torchrun, else MASTER_PORT), "
                   "and start every rank")
@@ -88,6 +92,32 @@ def init_distributed() -> torch.device:
     if dist.is_main():
         log.show_choices()
     return device
+
+
+@contextmanager
+def _saying_who_waits() -> Iterator[None]:
+    """Say after WAIT_SECONDS what this rank waits for; meanwhile Ctrl-C ends it at once.
+
+    Python's own handler would have to wait as well: the waiting is torch's.
+    """
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    whom = "the other ranks" if rank == "0" else "rank 0"
+    timer = threading.Timer(WAIT_SECONDS, tell, [
+        f"rank {rank} of {size} waits for {whom} at {os.environ.get('MASTER_ADDR')}:"
+        f"{os.environ.get('MASTER_PORT')} (from MASTER_ADDR and MASTER_PORT; RANK and WORLD_SIZE "
+        "say which rank this is). If no other rank was started, unset these variables"])
+    timer.daemon = True
+    timer.start()
+    own = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    if own:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if own:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def local_device() -> torch.device:
@@ -109,19 +139,22 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     gather = partial(deepspeed.zero.GatheredParameters, modifier_rank=0) if stage3 else nullcontext
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
-    return build_engine(model, run.optim, ds, fixed_parameters(run),
-                        apart=objective_of(run).clip_groups(run))
+    frozen, waiting = held_parameters(run, dict(model.named_parameters()))
+    return build_engine(model, run.optim, ds, frozen, waiting, objective_of(run).clip_groups(run))
 
 
-def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: Collection[str] = (),
-                 rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = ()):
-    """Return the DeepSpeed engine over an initialized model; `fixed` parameters do not move.
+def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collection[str] = (),
+                 waiting: Collection[str] = (), apart: tuple[str, ...] = ()):
+    """Return the DeepSpeed engine over an initialized model.
 
-    `rate_shares` are the parameters whose learning rate is a share of the schedule's; parameters
-    whose names begin with a prefix in `apart` are clipped by a norm of their own.
+    `frozen` parameters have no gradient and no optimizer state; `waiting` ones do not move before
+    `set_learning_rate` lets them; those whose names begin with a prefix in `apart` are clipped by a
+    norm of their own.
     """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
     matmuls = torch.bfloat16 if ds_config.matmul_precision(ds) == "bf16" else None
-    optimizer = build_optimizer(model, optim, fixed, rate_shares, apart, matmuls)
+    optimizer = build_optimizer(model, optim, waiting, apart, matmuls)
     ds = with_autocast_modules(ds)
     if ds_config.zero_stage(ds) == 3 and local_device().type == "cpu":
         ds = keep_nothing_gathered(ds)
@@ -133,6 +166,9 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: Collecti
     clip_networks_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
+    # As zeros, their gradients count in no norm, and leave moments at zero.
+    engine.holds = [parameter.register_hook(torch.zeros_like)
+                    for name, parameter in model.named_parameters() if name in waiting]
     return engine
 
 
@@ -170,9 +206,13 @@ def set_parameters(model: nn.Module, values: dict[str, Tensor], gather) -> None:
                 parameter.copy_(values[name])
 
 
-def set_learning_rate(engine, rate: float) -> None:
+def set_learning_rate(engine, rate: float, *, is_thawed: bool = True) -> None:
+    """Set the rate of a step's update; `is_thawed`: waiting parameters move from now on."""
+    while is_thawed and engine.holds:
+        engine.holds.pop().remove()
     for group in engine.optimizer.param_groups:
-        group["lr"] = 0.0 if group.get("fixed") else rate * group.get("rate_share", 1.0)
+        waits = group.get("waits") and not is_thawed
+        group["lr"] = 0.0 if waits else rate * group.get("rate_share", 1.0)
 
 
 def gathered(parameters: list[nn.Parameter]):

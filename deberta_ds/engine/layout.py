@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -41,11 +42,13 @@ class Group:
     """Parameters that share a buffer of `size` elements on each rank.
 
     `offsets`, one a parameter: in the end-to-end line, or (cut "parameter") in each rank's buffer.
+    `is_frozen`: they have no gradients, so the optimizer knows nothing of them.
     """
 
     names: tuple[str, ...]
     offsets: tuple[int, ...]
     size: int
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,21 +104,23 @@ class Layout:
         return json.loads(json.dumps(asdict(self)))
 
 
+def in_a_line(shapes: dict[str, tuple[int, ...]], ranks: int, is_frozen: bool = False) -> Group:
+    """Return the group of what every rank has whole, and saves an equal stretch of."""
+    *offsets, total = accumulate(map(math.prod, shapes.values()), initial=0)
+    return Group(tuple(shapes), tuple(offsets), math.ceil(total / ranks), is_frozen)
+
+
 def replicated(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:
     """Return the layout of what every rank has whole: one line, saved in equal stretches."""
-    offsets, total = [], 0
-    for shape in shapes.values():
-        offsets.append(total)
-        total += math.prod(shape)
-    group = Group(tuple(shapes), tuple(offsets), math.ceil(total / world_size))
-    return Layout(world_size, "line", shapes, (group,), is_replicated=True)
+    return Layout(world_size, "line", shapes, (in_a_line(shapes, world_size),), is_replicated=True)
 
 
 def layout_from(values: dict, place: str | Path) -> Layout:
     """Return the layout of plain values; CheckpointError names `place` if they are none."""
     try:
         groups = tuple(Group(tuple(group["names"]), tuple(map(int, group["offsets"])),
-                             int(group["size"])) for group in values["groups"])
+                             int(group["size"]), bool(group.get("is_frozen")))
+                       for group in values["groups"])
         shapes = {name: tuple(map(int, shape)) for name, shape in values["shapes"].items()}
         layout = Layout(int(values["world_size"]), values["cut"], shapes, groups)
         named = [name for group in groups for name in group.names]

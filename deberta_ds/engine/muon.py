@@ -64,7 +64,8 @@ class Muon(torch.optim.AdamW):
         layout = layout_of(engine)
         if layout.is_replicated:
             return
-        for number, buffer in enumerate(buffers(engine, layout)):
+        trained = (buffer for buffer in buffers(engine, layout) if not buffer.is_frozen)
+        for number, buffer in enumerate(trained):
             mine = dict(buffer.held)
             self._held[buffer.weights] = [
                 _Matrix(layout.shapes[name], mine.get(name),

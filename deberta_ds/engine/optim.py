@@ -18,22 +18,25 @@ from deberta_ds.config import own_parts
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.muon import Muon
+from deberta_ds.model.parts import layer_shares
 
 
-def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: Collection[str] = (),
-                    rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = (),
-                    matmuls: torch.dtype | None = None) -> torch.optim.Optimizer:
-    """Return the run's optimizer over `model`; parameters named by `fixed` do not move.
+def build_optimizer(model: nn.Module, optim: OptimConfig, waiting: Collection[str] = (),
+                    apart: tuple[str, ...] = (), matmuls: torch.dtype | None = None
+                    ) -> torch.optim.Optimizer:
+    """Return the run's optimizer over the parameters of `model` that have gradients.
 
-    A group's "rate_share" is what its learning rate is multiplied by (engine.set_learning_rate);
-    its "network" is the prefix among `apart` of its parameters' names, or "" (clipping.py).
-    `matmuls` is the type in which an optimizer multiplies matrices; None: that of the weights.
+    A group's "rate_share" is what its learning rate is multiplied by (engine.set_learning_rate),
+    "waits" whether its parameters are among `waiting`; its "network" is the prefix among `apart` of
+    their names, or "" (clipping.py). `matmuls` is the type in which an optimizer multiplies
+    matrices; None: that of the weights.
     """
-    groups = decay_groups(model, optim.weight_decay, fixed)
+    groups = decay_groups(model, optim.weight_decay)
     names = [name for name, _ in model.named_parameters()]
-    if rate_shares:
-        groups = _split(model, groups, "rate_share",
-                        {name: rate_shares.get(name, 1.0) for name in names})
+    if optim.layer_decay != 1.0:
+        groups = _split(model, groups, "rate_share", layer_shares(names, optim.layer_decay))
+    if waiting:
+        groups = _split(model, groups, "waits", {name: name in waiting for name in names})
     if apart:
         groups = _split(model, groups, "network",
                         {name: next(filter(name.startswith, apart), "") for name in names})
@@ -146,21 +149,13 @@ def _decayed(optim: OptimConfig, step: int, total_steps: int) -> float:
     raise AssertionError(optim.schedule)
 
 
-def decay_groups(model: nn.Module, weight_decay: float, fixed: Collection[str] = ()) -> list[dict]:
-    """Return the parameter groups: decayed weights, biases with LayerNorm weights, fixed ones.
-
-    The parameters named by `fixed` stay in the optimizer, at a learning rate of 0: a parameter
-    without gradient is a special case in every ZeRO stage and checkpoint.
-    """
-    still = [p for name, p in model.named_parameters() if name in fixed]
-    plain, seen = [], {id(p) for p in still}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, nn.LayerNorm) or name == "bias":
-                plain.append(parameter)
-                seen.add(id(parameter))
-    decayed = [p for p in model.parameters() if id(p) not in seen]
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Return the groups of what has gradients: decayed weights, biases with LayerNorm weights."""
+    plain = [parameter for module in model.modules()
+             for name, parameter in module.named_parameters(recurse=False)
+             if parameter.requires_grad and (isinstance(module, nn.LayerNorm) or name == "bias")]
+    seen = set(map(id, plain))
+    decayed = [p for p in model.parameters() if p.requires_grad and id(p) not in seen]
     groups = [{"params": decayed, "weight_decay": weight_decay},
-              {"params": plain, "weight_decay": 0.0},
-              {"params": still, "weight_decay": 0.0, "fixed": True}]
+              {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -8,7 +8,7 @@ no run trains what it could not resume.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.cluster import dist
-from deberta_ds.engine.layout import CheckpointError, Group, Layout, Piece, replicated
+from deberta_ds.engine.layout import CheckpointError, Group, Layout, Piece, in_a_line, replicated
 
 MASTER = "fp32"  # the key of the fp32 weights next to the optimizer's own keys
 # {DeepSpeed's wrapper: how it cuts}; a plain optimizer does not: every rank has everything
@@ -33,6 +33,7 @@ class Buffer:
 
     weights: Tensor
     held: tuple[tuple[str, Piece], ...]
+    is_frozen: bool = False
 
 
 def check_restorable(engine) -> None:
@@ -45,17 +46,28 @@ def check_restorable(engine) -> None:
 
 
 def layout_of(engine) -> Layout:
-    """Return how the engine's state is laid out over the ranks (replicated: as it is saved)."""
+    """Return how the engine's state lies on the ranks (replicated: in files); frozen parts last."""
     cut, zero, names = _cut_of(engine), engine.optimizer, _names(engine)
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-              for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+              for name, parameter in engine.module.named_parameters()}
+    frozen = {name: shapes[name] for name in _frozen(engine)}
     if cut == "whole":
-        return replicated(shapes, dist.world_size())
-    groups = []
-    for parameters, offsets, flat in _groups(zero):
-        size = sum(p.partition_numel() for p in parameters) if cut == "parameter" else flat.numel()
-        groups.append(Group(tuple(names[id(p)] for p in parameters), tuple(offsets), size))
-    return Layout(dist.world_size(), cut, shapes, tuple(groups))
+        trained = {name: shapes[name] for name in shapes if name not in frozen}
+        layout = replicated(trained, dist.world_size())
+    else:
+        groups = []
+        for parameters, offsets, flat in _groups(zero):
+            size = sum(p.partition_numel() for p in parameters) if cut == "parameter" \
+                else flat.numel()
+            groups.append(Group(tuple(names[id(p)] for p in parameters), tuple(offsets), size))
+        layout = Layout(dist.world_size(), cut, shapes, tuple(groups))
+    if not frozen:
+        return layout
+    last = in_a_line(frozen, dist.world_size(), is_frozen=True)
+    if cut == "parameter":
+        sizes = [parameter.partition_numel() for parameter in _frozen(engine).values()]
+        last = replace(last, offsets=tuple(_ends(sizes)), size=sum(sizes))
+    return replace(layout, shapes=shapes, groups=(*layout.groups, last))
 
 
 def buffers(engine, layout: Layout, *, writing: bool = False) -> Iterator[Buffer]:
@@ -66,14 +78,14 @@ def buffers(engine, layout: Layout, *, writing: bool = False) -> Iterator[Buffer
     cut, zero = _cut_of(engine), engine.optimizer
     if cut == "whole":
         for name, parameter in engine.module.named_parameters():
-            if parameter.requires_grad:
-                piece = Piece(dist.rank(), 0, 0, 0, parameter.numel())
-                yield Buffer(parameter, ((name, piece),))
+            piece = Piece(dist.rank(), 0, 0, 0, parameter.numel())
+            yield Buffer(parameter, ((name, piece),), not parameter.requires_grad)
     elif cut == "parameter":
-        yield from _stage3_buffers(zero, layout, writing)
+        yield from _stage3_buffers(engine, layout, writing)
     else:
         for number, (_, _, flat) in enumerate(_groups(zero)):
             yield Buffer(flat, tuple(layout.held_by(dist.rank(), number)))
+        yield from _frozen_buffers(engine, layout, writing)
         if writing:
             zero.update_lp_params()
 
@@ -121,12 +133,42 @@ def _cut_of(engine) -> Literal["whole", "line", "parameter"]:
     kind = type(optimizer).__name__
     if kind not in _CUTS:
         raise CheckpointError(f"the DeepSpeed config leads to {kind}, whose state could not be "
-                              "saved and loaded; use plain ZeRO-0, 1, 2 or 3 (docs/reliability.md)")
+                              "saved and loaded; use plain ZeRO-0, 1, 2 or 3 "
+                              "(docs/explanation/reliability.md)")
     return _CUTS[kind]
 
 
 def _names(engine) -> dict[int, str]:
     return {id(parameter): name for name, parameter in engine.module.named_parameters()}
+
+
+def _frozen(engine) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in engine.module.named_parameters()
+            if not parameter.requires_grad}
+
+
+def _frozen_buffers(engine, layout: Layout, writing: bool) -> Iterator[Buffer]:
+    """Yield a copy of this rank's stretch of what is frozen; to write, all of it that is here."""
+    frozen = _frozen(engine)
+    if not frozen:
+        return
+    held = tuple(layout.held_by(dist.rank(), len(layout.groups) - 1))
+    if layout.cut == "parameter":
+        parts = [parameter.ds_tensor for parameter in frozen.values()]
+        flat = torch.cat([part.view(-1) for part in parts])
+        yield Buffer(flat, held, is_frozen=True)
+        for part, values in zip(parts, flat.split(list(map(len, parts))), strict=True):
+            part.copy_(values)  # changed where it was written
+    elif writing:
+        for name, parameter in frozen.items():
+            whole = Piece(dist.rank(), 0, 0, 0, parameter.numel())
+            yield Buffer(parameter, ((name, whole),), is_frozen=True)
+    else:
+        stretch = [frozen[name].detach().reshape(-1)[piece.start:piece.start + piece.count]
+                   for name, piece in held]
+        size = layout.groups[-1].size - sum(map(len, stretch))
+        padding = next(iter(frozen.values())).new_zeros(size)
+        yield Buffer(torch.cat([*stretch, padding]), held, is_frozen=True)
 
 
 def _groups(zero) -> Iterator[tuple[list, list[int], Tensor]]:
@@ -151,17 +193,19 @@ def _ends(sizes: list[int]) -> list[int]:
     return [0, *accumulate(sizes)][:-1]
 
 
-def _stage3_buffers(zero, layout: Layout, writing: bool) -> Iterator[Buffer]:
+def _stage3_buffers(engine, layout: Layout, writing: bool) -> Iterator[Buffer]:
+    zero = engine.optimizer
     if writing:
         zero.checkpoint_event_prologue()  # every parameter partitioned
         if zero.swap_optimizer:
             zero.optimizer_swapper.purge_state()  # else the swapper keeps the moments it knows
-    for number in range(len(layout.groups)):
+    for number in range(len(zero.fp32_partitioned_groups_flat)):
         with _in_memory(zero, number):
             yield Buffer(zero.fp32_partitioned_groups_flat[number],
                          tuple(layout.held_by(dist.rank(), number)))
             if writing:
                 zero._reassign_or_swap_out_partitioned_parameters(number)
+    yield from _frozen_buffers(engine, layout, writing)
     if writing:
         zero.checkpoint_event_epilogue()  # small parameters whole again
 

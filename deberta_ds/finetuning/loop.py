@@ -184,30 +184,10 @@ def build(job: Job, optim: OptimConfig):
     values = ds_config.complete(
         job.deepspeed, rows=micro_rows * accumulation * dist.world_size(),
         micro_rows=micro_rows, accumulation=accumulation, clip_norm=settings.clip_norm)
-    shares = layer_shares(model, settings.layer_decay)
-    engine = build_engine(model, optim, values, rate_shares=shares)
+    engine = build_engine(model, optim, values)
     check_restorable(engine)
     engine.train()
     return engine
-
-
-def layer_shares(model: torch.nn.Module, decay: float) -> dict[str, float]:
-    """Return {parameter: its learning rate as a share}: lower layers move less (ELECTRA, 3.1).
-
-    The head 1, the top layer `decay`, each layer below that times `decay`, and what lies below the
-    first layer (tables, their norms) once more; nothing if `decay` is 1.
-    """
-    if decay == 1.0:
-        return {}
-    prefix = "backbone.trunk.encoder.layers."
-    num_layers = model.backbone.config.num_layers
-    shares = {}
-    for name, _ in model.named_parameters():
-        if name.startswith("backbone."):
-            inside = name.startswith(prefix)
-            layer = int(name.removeprefix(prefix).split(".")[0]) if inside else -1
-            shares[name] = decay ** (num_layers - layer)
-    return shares
 
 
 def stream(

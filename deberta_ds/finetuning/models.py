@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.model import FREE, MODELS, without_unused
+from deberta_ds.config.model import FREE, MODELS, padded_rows, without_unused
 from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetuning.directory import Finetuned, is_finetuned, load_finetuned
@@ -28,7 +28,6 @@ from deberta_ds.model.init import init_parameters
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.release.reader import check_same
 from deberta_ds.release.relative_rows import a_row_a_distance
-from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
 
 RANDOM = "random:"

@@ -96,7 +96,7 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     Raises UserError naming the file, the key and what it may be.
     """
     path = Path(path)
-    own = validate(OwnTask, read_toml(path, "task file", "the one in docs/finetuning.md"),
+    own = validate(OwnTask, read_toml(path, "task file", "the one in docs/how-to/fine-tune.md"),
                    str(path))
     for fault in _faults(own):
         raise UserError(f"{path}: {fault}")

@@ -2,7 +2,7 @@
 
 A settings file has a table [all] and one for each task that differs; overrides are written as those
 of a run file: --all.epochs=3, --RTE.epochs=4. The defaults are for base and small encoders; sources
-of every number are in docs/finetuning.md.
+of every number are in docs/how-to/benchmarks.md.
 """
 
 from collections.abc import Iterable, Mapping
@@ -74,7 +74,8 @@ class Settings:
         warmup = self.warmup_steps or round(self.warmup_share * total_steps)
         return OptimConfig(learning_rate=self.learning_rate, betas=(0.9, 0.999), eps=1e-6,
                            weight_decay=self.weight_decay, clip_norm=self.clip_norm,
-                           warmup_steps=min(warmup, total_steps))
+                           warmup_steps=min(warmup, total_steps),
+                           layer_decay=self.layer_decay)
 
 
 def load(

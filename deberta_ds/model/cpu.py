@@ -82,6 +82,13 @@ def capabilities() -> dict:
     return getattr(torch.cpu, "get_capabilities", dict)()
 
 
+def deepspeed_json() -> str:
+    """Return which of ds_configs/ suits this processor."""
+    found = capabilities()
+    has_bf16 = found.get("amx_bf16") or found.get("avx512_bf16")
+    return f"zero1_{'autocast_cpu' if has_bf16 else 'fp32'}"
+
+
 def _is_default() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"

@@ -176,6 +176,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_bias_V[start:end] = grad_TN.sum(0)
             grad_TN = grad_TN.to(hidden_TC.dtype)
             grad_hidden_TC += grad_TN @ weight_NC
+            if not ctx.needs_input_grad[1]:  # a frozen table
+                continue
             if logits.cast_NC is None:
                 torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start:end])
             else:  # the cast rows are not needed any more: their buffer takes the matmul

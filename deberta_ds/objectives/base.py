@@ -3,7 +3,7 @@
 An objective is a module with the attributes and functions of `Objective`; `build.objective_of(run)`
 finds it by its kind, or loads it from your own file. No other code depends on the kind: the planner
 asks for FLOPs, the training loop for means, evaluation for scores, console and report for what to
-show, model files for the networks inside a state dict. docs/extending.md: files of a new one.
+show, model files for the networks inside a state dict. docs/how-to/extend.md: files of a new one.
 """
 
 import math

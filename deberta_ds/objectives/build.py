@@ -1,11 +1,16 @@
 """RunConfig -> its objective, and the model that is trained."""
 
+from collections.abc import Collection
+
 from torch import nn
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.own_code import is_own, load
+from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import RunConfig
+from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.encoder import Encoder
+from deberta_ds.model.parts import parameters_in, parts_of
 from deberta_ds.objectives import mlm, rtd, rtd_cached
 from deberta_ds.objectives.base import Objective
 
@@ -43,6 +48,31 @@ def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:
     return model
 
 
-def fixed_parameters(run: RunConfig) -> set[str]:
-    """Return the names of a run's parameters that do not move."""
-    return {"words.weight"} if run.init.embeddings_only else set()
+def held_parameters(run: RunConfig, names: Collection[str]) -> tuple[set[str], set[str]]:
+    """Return the parameters that never move, and those that wait for step train.freeze_steps."""
+    parts = parts_of(names)
+    named = {name for label in run.train.freeze for name in parameters_in(parts, label)}
+    fixed = {"words.weight"} if run.init.embeddings_only else set()
+    return (fixed, named - fixed) if run.train.freeze_steps else (fixed | named, set())
+
+
+def freeze_problems(run: RunConfig, ds: dict) -> list[str]:
+    """Return what is wrong with train.freeze for a run's model and DeepSpeed JSON."""
+    train = run.train
+    if not (train.freeze or run.init.embeddings_only):
+        return []
+    names = [name for name, _ in on_meta(build_model, run).named_parameters()]
+    parts, held = parts_of(names), held_parameters(run, names)
+    known = [part for part in parts if "layers." not in part]
+    problems = [f"train.freeze: no {label!r} in this model{nearest(label, known)}; there are "
+                f"{', '.join(known)}, and of layers also layers.N and layers.N-M"
+                for label in train.freeze if not parameters_in(parts, label)]
+    if len(set.union(*held)) == len(names):
+        problems.append("train.freeze names every parameter; leave out a part to be trained")
+    if train.freeze_steps >= train.steps:
+        problems.append(f"train.freeze_steps = {train.freeze_steps}: not below train.steps = "
+                        f"{train.steps}; leave it out to freeze all along")
+    if held[0] and "nvme" in str(ds.get("zero_optimization")):
+        problems.append("train.freeze, init.embeddings_only: what is frozen is not saved from NVMe;"
+                        ' write "device": "cpu" and no nvme_path in the DeepSpeed JSON')
+    return problems

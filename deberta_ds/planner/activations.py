@@ -46,6 +46,9 @@ def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
     run = replace(run, model=replace(run.model, attention_dropout=0.0, attention="reference"))
     with ExitStack() as stack:
         if fused:
+            chunk_for = linear_cross_entropy._chunk_for  # tens of chunks, where a CPU has hundreds
+            stack.enter_context(_replaced(linear_cross_entropy, "_chunk_for",
+                                          lambda rows, _device: chunk_for(rows, "cuda")))
             stack.enter_context(_replaced(encoder, "attend", _fused_attend))
         stack.enter_context(_replaced(linear_cross_entropy, "_sample", _first_ids))
         stack.enter_context(FakeTensorMode())

@@ -15,7 +15,7 @@ and backward) and (update).
 
 from dataclasses import dataclass, replace
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, tell
 from deberta_ds.config.batch_schedule import micro_batches, problems_with_ranks, stretches
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
@@ -42,6 +42,8 @@ RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _MANY_RANKS, _MANY_RANKS_BUCKET = 256, 200_000_000  # at least
 _BUCKETS = (50_000_000, 100_000_000, 200_000_000, 500_000_000)  # elements
 _GAIN = 0.02  # of a step that is worth a line
+_LARGE = 200_000_000  # parameters of which a trace takes seconds
+_ABOUT = 0.03  # of the time: no difference that the planner can tell
 _LIVE = 1_000_000_000  # stage3_max_live_parameters
 
 
@@ -139,6 +141,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     rate, latency = bandwidth(gpu, gpus, nodes), latency_seconds(ranks)
     choices = []
     for name in ("none", "selective", "full"):
+        if parameters > _LARGE:
+            tell(f"planning with activation checkpointing {name} (some seconds) ...")
         train = replace(run.train, activation_checkpointing=name,
                         activation_checkpointing_interval=1)
         activations = trace(replace(run, train=train), DTYPES[precision], fused=True)
@@ -167,9 +171,13 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
 
 
 def recommended(choices: list[Choice]) -> Choice | None:
-    """Return the fastest choice that fits, the lowest stage among equals; None if none fits."""
+    """Return what fits and is about as fast as the fastest that fits, of the lowest stage, which
+    depends least on links; None if nothing fits.
+    """
     fitting = [choice for choice in choices if choice.fits]
-    return min(fitting, key=lambda c: (c.days, c.stage), default=None)
+    fastest = min((choice.days for choice in fitting), default=0.0)
+    about = [choice for choice in fitting if choice.days <= fastest * (1 + _ABOUT)]
+    return min(about, key=lambda c: (c.stage, c.days), default=None)
 
 
 def advise(run: RunConfig, ds: dict, choices: list[Choice], best: Choice, parameters: int, *,

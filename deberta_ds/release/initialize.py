@@ -4,9 +4,9 @@ The discriminator's token embedding is E_G + delta, and public files rarely hold
 comes from is decided by `objectives.rtd.parameters` and said in the log:
     taken       the file holds `_weight` with the generator it belongs to
     derived     delta = D - G, exact in fp32, when a generator is given
-    two stages  without a generator a run is refused; docs/interop.md has the recipe: train a fresh
-                generator as a masked LM over the frozen token embeddings
-                (init.embeddings_only), then both
+    two stages  without a generator a run is rejected: train a fresh generator as a masked LM over
+                the frozen token embeddings (init.embeddings_only), then both
+                (docs/how-to/adapt-a-public-model.md)
 """
 
 import dataclasses
@@ -17,11 +17,10 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import FREE, without_unused
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.release.read_back import SENTENCES, changes_beyond_reach
-from deberta_ds.release.reader import read_release
+from deberta_ds.release.read_back import changes_beyond_reach
 from deberta_ds.release.release import Network, Release
-from deberta_ds.release.tokenizer_files import open_tokenizer
-from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.release.reshape import reshape
+from deberta_ds.release.vocabulary import read_in_vocabulary
 
 # May differ from the source's.
 _FREE_FIELDS = (*FREE, "conv_activation")
@@ -35,12 +34,12 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     """
     if not run.init.source:
         return _generator_words(run)
-    release = read_release(run.init.source)
+    release = read_in_vocabulary(run, run.init.source)
     place = run.init.source
     if run.init.embeddings_only:
         words = _fitting_words(run, release.main, place)
         notes = [f"token embedding of {place}, fixed; the rest is random (first of two stages)",
-                 *_other_tokenizer(run, release)]
+                 *release.notes]
         return {"words.weight": words}, [f"init: {note}" for note in notes]
     objective = objective_of(run)
     networks = _networks(run, release)
@@ -48,19 +47,20 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
         run, {name: network.tensors for name, network in networks.items()})
     for name, network in networks.items():
         notes += _random_parts(network, objective.HEADS[name])
-    if run.model.max_position > run.model.largest_distance:
+    if run.model.max_position > release.main.config.largest_distance:
         notes += [f"WARNING: {line}" for line in changes_beyond_reach(release)]
-    notes += _other_tokenizer(run, release)
-    return tensors, [f"init: {note}" for note in [f"from {place}", *release.notes, *notes]]
+    lines = dict.fromkeys([f"from {place}", *release.notes, *notes])  # both networks': once
+    return tensors, [f"init: {line}" for line in lines]
 
 
 def _generator_words(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     """Return a cached run's frozen generator's token embedding as the discriminator's first one."""
     place = run.init.generator
-    release = read_release(place)
+    release = read_in_vocabulary(run, place)
     words = _fitting_words(run, release.generator or release.main, place)
     return {"discriminator.words.weight": words}, [
-        f"init: token embedding of the generator of {place}; the rest is random"]
+        f"init: {note}" for note in [
+            f"token embedding of the generator of {place}; the rest is random", *release.notes]]
 
 
 def _fitting_words(run: RunConfig, network: Network, place: str) -> Tensor:
@@ -77,21 +77,29 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
     encoders, place = objective.encoders(run), run.init.source
     main, generator, generator_place = release.main, release.generator, place
     if run.init.generator:
-        other = read_release(run.init.generator)
+        other = read_in_vocabulary(run, run.init.generator)
+        release.notes += other.notes
         generator, generator_place = other.generator or other.main, run.init.generator
         # A delta belongs to the generator it was trained with.
         main = dataclasses.replace(main, tensors={name: tensor for name, tensor in
                                                   main.tensors.items() if name != "words.delta"})
+    main = reshape(main, run.model, run.init.layers, f"init.layers: {place}", release.notes)
     if "generator" not in encoders:
+        if run.init.generator_layers:
+            raise UserError("init.generator_layers: this run has no generator; leave it out")
         head = objective.HEADS["main"]
-        if generator and not main.has(head) and not _differences(run.model, generator.config):
-            main = generator
+        if generator and not (main.has(head) or run.init.layers):
+            generator = reshape(generator, run.model, (), place, release.notes)
+            main = main if _differences(run.model, generator.config) else generator
         _check_fit(run.model, main.config, place, "model")
         return {"main": main}
     if generator is None:
         raise UserError(f"{place}: has no generator, so replaced-token detection cannot go on from "
                         "it. Give one as init.generator, or make one first: a masked-LM run with "
-                        "init.embeddings_only (the two stages are in docs/interop.md)")
+                        "init.embeddings_only (the two stages are in "
+                        "docs/how-to/adapt-a-public-model.md)")
+    generator = reshape(generator, encoders["generator"], run.init.generator_layers,
+                        f"init.generator_layers: {generator_place}", release.notes)
     _check_fit(run.model, main.config, place, "model")
     _check_fit(encoders["generator"], generator.config, generator_place, "generator")
     return {"main": main, "generator": generator}
@@ -103,18 +111,6 @@ def _random_parts(network: Network, head: str) -> list[str]:
     if head == "mlm_head." and not network.config.absolute_input:
         missing += [] if network.has("positions.weight") else ["absolute position table"]
     return [f"WARNING: no {part} in the source; it starts at random" for part in missing]
-
-
-def _other_tokenizer(run: RunConfig, release: Release) -> list[str]:
-    """Return a warning if the source's tokenizer gives other ids than the run's."""
-    own, theirs = Tokenizer(run.data.tokenizer), open_tokenizer(release.tokenizer_files)
-    if theirs is None or theirs.sha256 == own.sha256:
-        return []
-    if theirs.special_ids == own.special_ids and theirs.encode_batch(
-            list(SENTENCES)) == own.encode_batch(list(SENTENCES)):
-        return []  # the same one in another form
-    return [f"WARNING: {run.data.tokenizer} gives other ids than the tokenizer of the source: its "
-            "token embedding was trained with others, and begins as noise"]
 
 
 def _differences(run: ModelConfig, source: ModelConfig) -> list[str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
-from deberta_ds.checkpoint.find import is_unsaved_run
+from deberta_ds.checkpoint.find import is_unsaved_run, newest
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.release import configs, names, ours
 from deberta_ds.release.relative_rows import TABLE, with_unread_rows
@@ -91,6 +91,16 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
             shape = _read_network(weights, values, place, []).config
         shapes[name] = shape
     return shapes
+
+
+def read_tokenizer(source: str | Path) -> Tokenizer | None:
+    """Return the tokenizer of the model at `source`, None where it has none that is read."""
+    directory = _existing(source)
+    if _is_run(directory):
+        directory = newest(directory)
+    elif not ours.is_ours(directory):
+        directory = _find_foreign(directory)["main"][0].parent
+    return open_tokenizer(find_tokenizer_files(directory))
 
 
 def _existing(source: str | Path) -> Path:

@@ -3,7 +3,9 @@
 What neither the file nor the command line says follows, in this order,
 
 1. the checkpoint that the run goes on from: a run keeps its shape, whatever its source has become;
-2. the source of `[init]`: all of [model], and the depth of its generator;
+2. the source of `[init]`: all of [model], and the depth of its generator, or how many layers of
+   each init.layers and init.generator_layers list; with a tokenizer of other tokens `vocab_size`
+   follows that;
 3. the tokenizer: `vocab_size` is its number of ids, padded to a multiple of 64.
 
 A preset counts as said, but for its vocabulary: that is the published tokenizer's.
@@ -14,14 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.config.model import padded_rows
 from deberta_ds.config.run_config import FREE_FIELDS, ModelConfig
-
-ROW_MULTIPLE = 64  # token embeddings of such a height are fast, and divide evenly among GPUs
-
-
-def padded_rows(num_ids: int) -> int:
-    """Return the rows of a token embedding for a tokenizer of `num_ids` ids."""
-    return -(-num_ids // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> None:
@@ -35,15 +31,25 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
         return
     source, generator = (_text(values, "init", key) for key in ("source", "generator"))
     of_source, checkpoint = bool(source), _checkpoint(values.get("out_dir"), resume)
+    tokenizer = _text(values, "data", "tokenizer")
     shape: dict[str, Any] = {}
     origin = ""
     if checkpoint:
         shape, origin = _saved_shape(checkpoint), f"checkpoint {checkpoint}"
     elif source or generator:
         shape, origin = _source_shape(source, generator), f"[init] {source or generator}"
+        for key, name in (("model.num_layers", "layers"),
+                          ("objective.generator_layers", "generator_layers")):
+            if isinstance(chosen := values["init"].get(name), list) and chosen:
+                shape[key] = len(chosen)
+        from deberta_ds.release.vocabulary import has_other_tokens
+
+        if has_other_tokens(source or generator, tokenizer):
+            shape |= _vocabulary(tokenizer, is_needed=True)[0]
+            origin += f" with the tokens of {tokenizer}"
     elif _is_open("model.vocab_size", values, origins):
         of_preset = "vocab_size" in values.get("model", {})
-        shape, origin = _vocabulary(_text(values, "data", "tokenizer"), is_needed=not of_preset)
+        shape, origin = _vocabulary(tokenizer, is_needed=not of_preset)
     for key, value in shape.items():
         follows = key == "model.vocab_size" or of_source and (
             key.startswith("model.") or _text(values, "objective", "kind") == "rtd")

@@ -1,5 +1,6 @@
 """The pages of plans, minimal pairs and filters: bars to one scale, tables, samples."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,9 @@ class _Report:
 
     documents: int
     characters: int
-    dropped: dict[str, tuple[int, int]]
+    tokens: int
+    summary: str
+    dropped: dict[str, tuple[int, int, int]]
     changed: dict[str, tuple[int, int]]
     examples: dict[str, list[tuple[str, str]]]
     rules: dict[str, Any]
@@ -149,15 +152,12 @@ class _Report:
 def write_filters_page(directory: str | Path) -> Path:
     """Write DIRECTORY/filters.html from its filters.json; return its path."""
     report: _Report = read_checked(Path(directory) / REPORT, _Report)[0]
-    gone, characters = (sum(counts[part] for counts in report.dropped.values()) for part in (0, 1))
     samples = [(reason, [(place, text[:_TEXT_CHARACTERS] + "…" * (len(text) > _TEXT_CHARACTERS))
                          for place, text in report.examples.get(reason, [])[:_SHOWN]])
                for reason in (*_by_size(report.dropped), *_by_size(report.changed))]
     path = Path(directory) / PAGE
     write_atomic(path, render(
-        "filters.html", name=path.parent.resolve().name, documents=f"{report.documents:,}",
-        dropped=f"{gone:,}", share=f"{gone / max(report.documents, 1):.1%}",
-        characters=f"{characters / max(report.characters, 1):.1%}",
+        "filters.html", name=path.parent.resolve().name, summary=report.summary,
         rules=", ".join(map(str, (*report.rules.get("use", []),
                                   *report.rules.get("functions", [])))),
         tables=[table for table in (_dropped(report), _changed(report)) if table.rows],
@@ -166,11 +166,14 @@ def write_filters_page(directory: str | Path) -> Path:
 
 
 def _dropped(report: _Report) -> Table:
-    rows = [[Cell(reason, kind=""), Cell(f"{count:,}", count),
-             Cell(f"{count / max(report.documents, 1):.2%}"),
-             Cell(f"{size / max(report.characters, 1):.2%}")]
-            for reason, (count, size) in _by_size(report.dropped).items()]
-    head = [Cell("Reason", kind=""), Cell("Documents"), Cell("of all"), Cell("of all characters")]
+    sizes = {"Documents": report.documents, "Characters": report.characters,
+             "Tokens": report.tokens}
+    rows = [[Cell(reason, kind=""), *(
+        cell for count, size in zip(counts, sizes.values(), strict=True) if size
+        for cell in (Cell(f"{count:,}", count), Cell(f"{count / size:.2%}")))]
+            for reason, counts in _by_size(report.dropped).items()]
+    head = [Cell("Reason", kind=""), *(Cell(text) for name, size in sizes.items() if size
+                                       for text in (name, "of all"))]
     return Table("Dropped", "Each document under the first rule that rejected it.", head, rows)
 
 
@@ -181,5 +184,5 @@ def _changed(report: _Report) -> Table:
                  [Cell("Change", kind=""), Cell("Documents"), Cell("Times")], rows)
 
 
-def _by_size(counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+def _by_size(counts: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1][0], item[0])))

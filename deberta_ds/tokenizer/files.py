@@ -2,12 +2,14 @@
 
 A path may name a SentencePiece model, a tokenizer.json, the vocab.json and merges.txt of GPT-2,
 RoBERTa and DeBERTa v1, the vocab.txt of BERT, or a directory with one of these. In a directory
-spm.model comes first (our own exports have a tokenizer.json derived from it next to it).
+spm.model comes first (our own exports have a tokenizer.json derived from it next to it), unless
+transformers has added tokens to that tokenizer.json.
 tokenizer_config.json and its like are read next to tokenizer.json and the vocabulary files: the
 names of special tokens and settings such as add_prefix_space may be there alone.
 """
 
 import itertools
+from contextlib import suppress
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError, naming
@@ -46,12 +48,17 @@ def find_files(path: Path) -> dict[str, Path]:
         raise UserError(_pickle_message(path))
     if _is_json(path):
         return {JSON: path} | (extra if path.name == JSON else {})
+    if path.name == SPM and (json := path.with_name(JSON)).is_file() and has_added_tokens(json):
+        raise UserError(f"{path}: {JSON} next to it adds tokens that {SPM} lacks; give the "
+                        f"directory to read them, or a copy of {SPM} that lies alone")
     return {SPM: path} | (extra if path.name in (SPM, *OTHER_MODELS) else {})
 
 
 def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
     """Return those of a directory's files that its tokenizer is made from."""
     extra = {name: known[name] for name in _EXTRA if name in known}
+    if {SPM, JSON} <= known.keys() and has_added_tokens(known[JSON]):
+        return {JSON: known[JSON]} | extra
     for names in FORMS:
         if set(names) <= known.keys():
             return {name: known[name] for name in names} | extra
@@ -61,6 +68,18 @@ def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
     if _PICKLE in known:
         raise UserError(_pickle_message(known[_PICKLE]))
     raise UserError(f"{place}: no tokenizer in this directory; give {KINDS}")
+
+
+def has_added_tokens(path: Path) -> bool:
+    """Return whether a tokenizer.json holds a token, but the [MASK] of DeBERTa's models, that is no
+    piece of the SentencePiece model next to it: transformers' `add_tokens` writes it there.
+    """
+    values = read_json(path)
+    with suppress(AttributeError, IndexError, KeyError, TypeError):  # damaged, and not read
+        vocabulary = values["model"]["vocab"]
+        pieces = {piece if isinstance(piece, str) else piece[0] for piece in vocabulary}
+        return not {token["content"] for token in values["added_tokens"]} <= {*pieces, "[MASK]"}
+    return False
 
 
 def _pickle_message(path: Path) -> str:

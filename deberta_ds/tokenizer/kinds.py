@@ -26,7 +26,7 @@ def read_specification(files: dict[str, Path], settings: dict) -> dict:
         _check_class(kind, files[kind.files[0]], settings)
         specification = kind.read(*(files[name] for name in kind.files))
     _apply_settings(specification, settings)
-    _add_tokens(specification, settings["added_tokens"])
+    add_tokens(specification, settings["added_tokens"])
     return specification
 
 
@@ -101,7 +101,8 @@ def _apply_settings(specification: dict, settings: dict) -> None:
             part |= {ours: settings[theirs] for ours, theirs in keys.items() if theirs in settings}
 
 
-def _add_tokens(specification: dict, added: dict[str, tuple[int, dict]]) -> None:
+def add_tokens(specification: dict, added: dict[str, tuple[int, dict]]) -> None:
+    """Add the tokens of `read_settings` that a specification lacks."""
     known = {token["content"] for token in specification["added_tokens"]}
     for content, (number, facts) in sorted(added.items(), key=lambda item: item[1][0]):
         if content not in known:

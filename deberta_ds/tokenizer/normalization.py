@@ -60,7 +60,7 @@ def decoder() -> decoders.Decoder:
 # out: marks in another order than the canonical one that compose to no single character.
 
 
-def normalizer_tsv() -> str:
+def normalizer_tsv(lower_case: bool = False) -> str:
     """Return the table for SentencePiece: "source<TAB>target" in hexadecimal code points."""
     rules = {SPACE_MARK: "_"}
     for code in itertools.chain(range(1, 0xD800), range(0xE000, 0x110000)):
@@ -72,6 +72,10 @@ def normalizer_tsv() -> str:
         elif unicodedata.decomposition(character)[:1] not in ("", "<") or (
                 "\uac00" <= character <= "\ud7a3"):  # Hangul syllables, composed by a formula
             rules |= dict.fromkeys(_decomposed(character), unicodedata.normalize("NFC", character))
+    if lower_case:
+        letters = {character: character for character in map(chr, range(0x110000))
+                   if character.lower() != character}
+        rules = {source: target.lower() for source, target in (letters | rules).items()}
     return "".join(f"{_codes(source)}\t{_codes(target)}\n"
                    for source, target in sorted(rules.items()))
 

@@ -27,8 +27,7 @@ def write_tokenizer_json(tokenizer: Tokenizer, out: Path, max_length: int = _LON
         parts = {"added_tokens": _with_roles(tokenizer, specification)} | framing(tokenizer)
         text = json.dumps(specification | parts, ensure_ascii=False) + "\n"
     write_atomic(out / JSON, text)
-    names = {f"{role}_token": tokenizer.pieces([number])[0]
-             for role, number in tokenizer.special_ids.items()}
+    names = {f"{role}_token": name for role, name in tokenizer.special_names.items()}
     settings = names | {"bos_token": names["cls_token"], "eos_token": names["sep_token"],
                         "tokenizer_class": "PreTrainedTokenizerFast",
                         "model_max_length": max_length, "padding_side": "right",
@@ -53,16 +52,15 @@ def _with_roles(tokenizer: Tokenizer, specification: dict) -> list[dict]:
     """Return the added tokens, with the special tokens that stand in the vocabulary alone."""
     added = list(specification["added_tokens"])
     known = {token["content"] for token in added}
-    for role, number in tokenizer.special_ids.items():
-        name = tokenizer.pieces([number])[0]
+    for role, name in tokenizer.special_names.items():
         if name not in known:
-            added.append(special_token(name, number, role == "mask"))
+            added.append(special_token(name, tokenizer.special_ids[role], role == "mask"))
     return sorted(added, key=lambda token: token["id"])
 
 
 def framing(tokenizer: Tokenizer) -> dict:
     """Return the parts of a tokenizer.json that frame [CLS] a [SEP] b [SEP], and pad nothing."""
-    names = {role: tokenizer.pieces([tokenizer.special_ids[role]])[0] for role in ("cls", "sep")}
+    names = {role: tokenizer.special_names[role] for role in ("cls", "sep")}
 
     def special(role: str, segment: int) -> dict:
         return {"SpecialToken": {"id": names[role], "type_id": segment}}
@@ -112,9 +110,15 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
                 specification["added_tokens"].append(special_token(name, ids[name], role == "mask"))
             roles[role] = ids[name]
         taken.add(roles[role])
+    return publish(specification, {role: pieces[number] for role, number in roles.items()
+                                   if number is not None}, out), names
+
+
+def publish(specification: dict, names: dict[str, str], out: Path) -> Tokenizer:
+    """Write a tokenizer.json and the names of its special tokens, {role: name}; return it."""
     write_atomic(out / JSON, json.dumps(specification, ensure_ascii=False) + "\n")
     write_atomic(out / SETTINGS, json.dumps(
-        {f"{role}_token": pieces[number] for role, number in roles.items()}
+        {f"{role}_token": name for role, name in names.items()}
         | {"tokenizer_class": "PreTrainedTokenizerFast"}) + "\n")
     write_tokenizer_json(Tokenizer(out), out)
-    return Tokenizer(out), names
+    return Tokenizer(out)

@@ -76,7 +76,7 @@ class SentencePieceEngine:
                 known = json.dumps([self.sha256, self.roles], sort_keys=True)
                 self.sha256 = hashlib.sha256(known.encode()).hexdigest()
         self.normalizes_itself = proto.normalizer_spec.name != RULES_NAME
-        _check_settings(settings, self.pieces, self.roles, path)
+        check_settings(settings, self.pieces, self.roles, path)
         self._processor, self._path = processor, path
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
@@ -96,7 +96,7 @@ class SentencePieceEngine:
 
     @cached_property
     def _fast_processor(self) -> sentencepiece.SentencePieceProcessor:
-        """The processor for texts under the rules of docs/data.md, which are not changed by the
+        """The processor for texts under the rules of docs/explanation/data.md, not changed by the
         normalizer that holds those rules: without it, which is a tenth of the work.
         """
         if self.normalizes_itself:
@@ -184,7 +184,7 @@ def _check_kind(proto, path: Path) -> None:
                         "use a model that marks their starts")
 
 
-def _check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path) -> None:
+def check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path) -> None:
     """UserError if what stands next to a model asks for other ids than the model alone gives."""
     remedy = ("save the tokenizer with transformers' AutoTokenizer, and give the tokenizer.json "
               f"that this writes, without {path.name} next to it")
@@ -195,7 +195,8 @@ def _check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path)
     for name, (number, _) in settings["added_tokens"].items():
         if number >= len(pieces) or pieces[number] != name:
             raise UserError(f"{path}: the files next to it add {name!r} with id {number}, which "
-                            f"the model does not hold; {remedy}")
+                            "the model does not hold; take them in with data_prep/"
+                            f"train_tokenizer.py --extend {path} --out DIRECTORY")
     for role, number in roles.items():
         named = token_name(settings.get(f"{role}_token"))
         if named is not None and number is not None and named != pieces[number]:

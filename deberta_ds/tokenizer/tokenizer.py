@@ -25,8 +25,8 @@ class Tokenizer:
     {published name: path}; pad_id, cls_id, sep_id, mask_id, unk_id (None where nothing is unknown);
     special_ids {role: id} of these; size (largest id + 1; a model's vocab_size must be at least
     this); mask_piece; sha256, of the SentencePiece model or of all that `tokenizers` computes with;
-    normalizes_itself, True if text is given to it as it stands (docs/data.md); lost, what of a text
-    it skips in silence.
+    normalizes_itself, True if text is given to it as it stands
+    (docs/explanation/tokenizers.md); lost, what of a text it skips in silence.
     """
 
     def __init__(self, path: str | Path):
@@ -59,6 +59,11 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple:
         return Tokenizer.of_files, (self.files, self.path)
+
+    @property
+    def special_names(self) -> dict[str, str]:
+        """{role: the piece of its special token}."""
+        return {role: self._engine.pieces[number] for role, number in self.special_ids.items()}
 
     @property
     def specification(self) -> dict | None:

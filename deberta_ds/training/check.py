@@ -17,7 +17,7 @@ from deberta_ds.config.run_config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.engine import ds_config
 from deberta_ds.objectives.base import MINIMAL_PAIRS
-from deberta_ds.objectives.build import objective_of
+from deberta_ds.objectives.build import freeze_problems, objective_of
 from deberta_ds.training import best
 
 
@@ -51,6 +51,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
     if train.batch_warmup_steps > train.steps:
         problems.append(f"train.batch_warmup_steps = {train.batch_warmup_steps}: more than "
                         f"train.steps = {train.steps}")
+    problems += freeze_problems(run, ds)
     problems += ds_config.problems_with_optimizer(optim.name, ds)
     raise_problems(place, problems)
 

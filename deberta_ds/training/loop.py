@@ -39,20 +39,18 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Each of `callbacks` gets every train and eval record, on rank 0.
     Returns the exit code: 0, or EXIT_REQUEUE if a signal asked to stop.
     """
-    stop_request = signals.listen()
     watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds)
     with watchdog.watch(), start(run, ds_values, resume=resume, place=place, origins=origins,
                                  watchdog=watchdog, callbacks=callbacks) as started:
-        stopped = _train(run, started, stop_request, watchdog)
+        stopped = _train(run, started, watchdog)
     if stopped and dist.is_main():
         signals.record(EXIT_REQUEUE)
     return EXIT_REQUEUE if stopped else 0
 
 
-def _train(run: RunConfig, started: Started, stop_request: signals.StopRequest,
-           watchdog: Watchdog) -> bool:
+def _train(run: RunConfig, started: Started, watchdog: Watchdog) -> bool:
     """Train; return whether a signal stopped the run before its end."""
-    trainer = Trainer(run, started, stop_request, watchdog)
+    trainer = Trainer(run, started, watchdog)
     event, detail = ("resume", f"from {started.found.path}") if started.record else (
         "start", "from step 0")
     trainer.journal.event(event, detail, lost_seconds=started.lost_now, kernels=kernels_of(
@@ -90,11 +88,10 @@ def _profiled(run: RunConfig) -> Iterator[Callable[[], None]]:
 class Trainer:
     """The loop, and what it carries from step to step."""
 
-    def __init__(self, run: RunConfig, started: Started, stop_request: signals.StopRequest,
-                 watchdog: Watchdog):
+    def __init__(self, run: RunConfig, started: Started, watchdog: Watchdog):
         record = started.record
         self.run, self.inputs, self.engine = run, started.inputs, started.engine
-        self.log, self.stop_request = started.log, stop_request
+        self.log, self.stop_request = started.log, started.stop_request
         self.objective = objective_of(run)
         self.journal = Journal(run, started, watchdog)
         self.meters = self.journal.meters
@@ -106,7 +103,7 @@ class Trainer:
         if self.best.value is not None and dist.is_main():  # a kill may have come between
             point_best(find.path_of(run.out_dir, self.best.step))
         self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files)
-        stop_request.resumes_from = f"step {self.journal.step:,}"
+        self.stop_request.resumes_from = f"step {self.journal.step:,}"
         self.after_step: Callable[[], None] = lambda: None
         watchdog.start_at(self.journal.step)
 
@@ -119,7 +116,8 @@ class Trainer:
         while journal.step < end and not self._is_past_its_best():
             # ---------------------------------------------------------------- single training step
             rate = learning_rate(run.optim, journal.step, train.steps)
-            engine.set_learning_rate(self.engine, rate)
+            engine.set_learning_rate(self.engine, rate,
+                                     is_thawed=journal.step >= train.freeze_steps)
             with self.meters.work.loading():
                 progress = journal.step / max(1, train.steps - 1)
                 micro = [replace(batch, run_fraction=progress) for batch in next(batches)]

@@ -69,8 +69,18 @@ class SpeedMeter:
 # checkpoint, which are repeated) is recorded in the `start` and `resume` events of
 # metrics.jsonl, which a resumed run keeps. The time in which no job ran is not known and not
 # counted.
+_called: list[float] = []  # when the last run was asked for, in a process of several
+
+
+def count_from_here() -> None:
+    """Count the start of a run from now on: a notebook runs for hours, and trains several times."""
+    _called[:] = [time.monotonic()]
+
+
 def seconds_since_start() -> float:
-    """Return how long this process has been running."""
+    """Return how long this process has been running, or its latest run."""
+    if _called:
+        return time.monotonic() - _called[0]
     mine = process.look()
     assert mine is not None  # it runs
     started = mine.started / os.sysconf("SC_CLK_TCK")

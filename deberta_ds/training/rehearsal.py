@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -172,7 +173,8 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
                                             bool(run.train.best_metric))))
     if dist.is_main():
         print("\n".join(lines))
-    model_engine = build(run, inputs, record, print)
+    with TemporaryDirectory() as out:  # for the report of another vocabulary
+        model_engine = build(replace(run, out_dir=out), inputs, record, print)
     full = replace(run.train, initial_batch_size=0, batch_warmup_steps=0)
     batch = next(batches_of(replace(run, train=full), inputs, start=0, end=1))[0]
     counts = count_over_ranks([batch], model_engine.device)

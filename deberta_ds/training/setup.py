@@ -23,10 +23,10 @@ from deberta_ds.checkpoint.find import Found, find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule, own_parts, run_config
-from deberta_ds.config.model import ModelConfig
+from deberta_ds.config.model import ModelConfig, padded_rows
 from deberta_ds.config.options import raise_problems
-from deberta_ds.config.run_config import RunConfig
-from deberta_ds.config.toml_files import flatten
+from deberta_ds.config.run_config import RunConfig, SourceConfig
+from deberta_ds.config.toml_files import flatten, non_default_texts
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.remote import Cache
@@ -39,16 +39,14 @@ from deberta_ds.model import cpu
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.model.precision import DTYPES
-from deberta_ds.objectives.build import build_model
-from deberta_ds.release.shape import padded_rows
+from deberta_ds.objectives.build import build_model, held_parameters
+from deberta_ds.planner.epochs import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import meters
 from deberta_ds.training.best import check_link
 from deberta_ds.training.check import check_alike, check_identity, check_run
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
-# Repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264).
-FEW_EPOCHS, MANY_EPOCHS = 4, 40
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
 
@@ -176,7 +174,11 @@ def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Itera
 
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
     """Return what a user wants to know at the start: the model, the data, non-default values."""
-    lines = _non_default_lines(run, origins)
+    values, usual = run_config.to_dict(run), run_config.to_dict(SourceConfig(path=" "))
+    for source in values["data"]["sources"]:
+        for key in [key for key in source if source[key] == usual[key]]:
+            del source[key]
+    lines = non_default_texts(values, origins, "run")
     stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
     matmuls = ds_config.matmul_precision(inputs.ds)
     if matmuls != precision:
@@ -190,11 +192,25 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     lines.append(f"kernels: {kernels_of(run, inputs.ds)}")
     lines.append(f"data: {rows:,} sequences of {run.data.seq_len} tokens = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs: {epochs}")
+    lines += _frozen_lines(run, precision)
     first, full = run.train.initial_batch_size, run.train.global_batch_size
     if first:
         lines.append(f"batch size warm-up: from {first:,} to {full:,} sequences in "
                      f"{run.train.batch_warmup_steps:,} of {run.train.steps:,} steps")
     return lines + _warnings(run, inputs)
+
+
+def _frozen_lines(run: RunConfig, precision: str) -> list[str]:
+    """Return how much is not trained, and until when."""
+    sizes = {name: p.numel() for name, p in on_meta(build_model, run).named_parameters()}
+    frozen, waiting = held_parameters(run, sizes)
+    lines = [f"frozen {until}: {format_count(sum(sizes[name] for name in names))} parameters"
+             for until, names in (("all along", frozen),
+                                  (f"before step {run.train.freeze_steps:,}", waiting)) if names]
+    if frozen and not precision.startswith("fp32"):
+        lines.append(f"WARNING: frozen parts have no fp32 copy and are rounded to {precision}, in "
+                     "exports too; to keep them, write torch_autocast for it in the DeepSpeed JSON")
+    return lines
 
 
 def kernel_choices(model: ModelConfig, ds: dict, length: int, without: tuple[str, ...] = ()
@@ -240,19 +256,6 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
         lines.append(f"WARNING: train.global_batch_size = {run.train.global_batch_size:,} is more "
                      f"than the {available:,} sequences of the data: one step repeats some")
     return lines
-
-
-def _non_default_lines(run: RunConfig, origins: dict[str, str]) -> list[str]:
-    """Return "section: key = value, ...   (origin)" for every value that is not a default."""
-    values = flatten(run_config.to_dict(run))
-    groups: dict[tuple[str, str], list[str]] = {}
-    for key, origin in origins.items():
-        if key in values and origin != "default":
-            section, _, name = key.rpartition(".")
-            value = json.dumps(values[key], ensure_ascii=False)
-            groups.setdefault((section, origin), []).append(f"{name} = {value}")
-    return [f"{section or 'run'}: {', '.join(pairs)}   ({origin})"
-            for (section, origin), pairs in groups.items()]
 
 
 def versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.checkpoint.save import set_aside
-from deberta_ds.cluster import dist, lock
+from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
@@ -33,6 +33,7 @@ class Started:
     record: RunRecord | None  # run.json of the checkpoint that was loaded; None at step 0
     inputs: Inputs
     log: RunLog
+    stop_request: signals.StopRequest
     engine: Any  # DeepSpeed's, which has no types
     lost_before: float  # seconds that earlier starts took, and the steps that they lost
     lost_now: float  # the same of this start
@@ -47,6 +48,7 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
     Raises UserError, on every rank.
     """
     warnings = join_group(run, ds_values, place)
+    stop_request = signals.listen()  # before, a signal ends the process: there is nothing to save
     with lock.held(run.out_dir):
         watchdog.join()
         found, record, inputs = open_run(run, ds_values, place, resume)
@@ -63,7 +65,7 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
             _restore(run, inputs, found, record, model_engine, log)
         before, now = dist.together(lambda: lost_seconds(log.path, record))
         dist.together(lambda: log.truncate(record.step if record else 0))
-        yield Started(found, record, inputs, log, model_engine, before, now)
+        yield Started(found, record, inputs, log, stop_request, model_engine, before, now)
 
 
 def build(run: RunConfig, inputs: Inputs, record: RunRecord | None, say: Callable[[str], None]):

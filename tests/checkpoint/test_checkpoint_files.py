@@ -84,7 +84,7 @@ def test_every_kind_of_engine_keeps_what_muon_has(tmp_path):
 
 def test_the_table_of_layouts_in_the_docs_is_what_is_tested(saved):
     tested = {path.name[3:] for path in (saved / "ck").glob("w2_*")}
-    text = (ROOT / "docs/reliability.md").read_text()
+    text = (ROOT / "docs/explanation/reliability.md").read_text()
     named = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `zero")}
     assert tested == KINDS == named
 

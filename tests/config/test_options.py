@@ -11,21 +11,22 @@ import pytest
 from deberta_ds.config import objective, run_config
 from deberta_ds.config.options import OneOfOrOwn, Option, describe, options_of
 from deberta_ds.config.toml_files import flatten
+from deberta_ds.corpus import recipe
 from deberta_ds.finetuning.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-CLASSES = [value for value in {**vars(objective), **vars(run_config)}.values()
+CLASSES = [value for value in {**vars(objective), **vars(run_config), **vars(recipe)}.values()
            if isinstance(value, type) and dataclasses.is_dataclass(value)
-           and value not in (OneOfOrOwn, Option)] + [Settings]
+           and value not in (OneOfOrOwn, Option, recipe.ReadOptions)] + [Settings]
 
 
 def test_the_page_is_current():
     made = runpy.run_path(str(ROOT / "docs/make_configuration.py"))
-    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == made["page"](), (
-        "run python docs/make_configuration.py")
+    page = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
+    assert page == made["page"](), "run python docs/make_configuration.py"
 
 
-@pytest.mark.parametrize("cls", [run_config.RunConfig, Settings])
+@pytest.mark.parametrize("cls", [run_config.RunConfig, Settings, recipe.Recipe])
 def test_every_option_has_a_meaning_and_every_number_limits(cls):
     for option in options_of(cls):
         assert option.meaning or option.kind == "section", option.key
@@ -68,7 +69,7 @@ def attributes_read() -> set[str]:
 def test_every_field_of_a_config_has_a_reader():
     """A knob needs a reader: an expression, not a comment or a string, reads it by name."""
     read = attributes_read()
-    assert len(CLASSES) == 12, [cls.__name__ for cls in CLASSES]
+    assert len(CLASSES) == 15, [cls.__name__ for cls in CLASSES]
     for cls in CLASSES:
         for field in dataclasses.fields(cls):
             assert field.name in read, f"{cls.__name__}.{field.name} has no reader"

@@ -74,7 +74,7 @@ def test_official_recipe_is_the_released_one(path):
                          ids=lambda path: path.stem)
 def test_recipe_of_a_laboratory_has_its_time_and_memory_beside_it(path):
     """docs/make_recipes.py writes the page; a batch fits one to four ranks."""
-    assert f"| `{path.stem}` |" in (ROOT / "docs/recipes.md").read_text()
+    assert f"| `{path.stem}` |" in (ROOT / "docs/reference/recipes.md").read_text()
     run, _ = run_config.load(path)
     for ranks in (1, 2, 4):
         assert run.train.global_batch_size % (ranks * run.train.micro_batch_size) == 0

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units
+from deberta_ds.corpus.quality import Text
 from deberta_ds.corpus.readers import read_unit
 
 
@@ -281,9 +282,22 @@ def test_null_text_is_called_null(tmp_path):
     assert "no string under 'text' but null" in problems[0]
 
 
-def test_json_over_many_lines_is_called_so(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "x"}], indent=1))
-    assert "a JSON value over many lines" in problems_of(tmp_path / "a.json")[0][0]
+def test_lists_of_json_nested_keys_paragraphs_and_old_line_ends(tmp_path):
+    """Each was a bad document, or a file a single one."""
+    rows = [{"meta": {"text": "a"}, "id": 1}, {"meta": {"text": ["b", "c"]}}, {"meta": {}}]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.table({"meta": [rows[0]["meta"]]}), tmp_path / "c.parquet")
+    for name in ("a.json", "b.jsonl"):
+        problems, documents = problems_of(tmp_path / name, text_key="meta.text")
+        assert [document.text for document in documents] == ["a", "b\n\nc", ""]
+        assert len(problems) == 1 and "no string under 'meta.text'" in problems[0]
+    assert texts_of([tmp_path / "c.parquet"], text_key="meta.text") == ["a"]
+    for end in ("\r", "\r\n", "\n"):
+        (tmp_path / "d.txt").write_bytes(f"one{end}two{end}{end}three".encode())
+        assert texts_of([tmp_path / "d.txt"], documents="line") == ["one", "two", "", "three"]
+        assert len(texts_of([tmp_path / "d.txt"], documents="blank_line", unit_bytes=3)) == 2
+    assert Text("a\x85b\u2028c\rd\r\ne").lines == list("abcde")
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (-5, 0), (1, -1)])

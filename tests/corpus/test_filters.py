@@ -5,6 +5,7 @@ import random
 import unicodedata
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from data_helpers import (
@@ -12,6 +13,7 @@ from data_helpers import (
     random_documents,
     stored_texts,
     tiny_tokenizer,
+    tokenizer_path,
     tree,
     write_json_lines,
 )
@@ -45,6 +47,7 @@ from deberta_ds.report.small_pages import write_filters_page
 from deberta_ds.tokenizer.text import letter_share
 
 READ = ReadOptions()
+FILTERS = Path(__file__).parents[2] / "data_prep/filters"
 PROSE = ("It was the best of times that we have seen, and the worst of them came with a letter to "
          "be read by number {0} of the {1} people who lived there. ")
 
@@ -124,7 +127,7 @@ def naive_repetition(words, count):
         else:
             seen.add(runs[place])
             place += 1
-    return times * (sum(map(len, run)) + count - 1), repeated
+    return (times > 1) * times * (sum(map(len, run)) + count - 1), repeated
 
 
 def test_repetition_is_that_of_a_loop():
@@ -196,6 +199,24 @@ def test_languages(tmp_path):
         read_rules(tmp_path / "x.toml")
 
 
+PRESETS = dict(line.split(maxsplit=1) for line in (  # own sentences, of 50 words and more
+    Path(__file__).parents[1] / "fixtures/languages.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize("code", PRESETS)
+def test_a_preset_keeps_its_language_and_another_one_is_named(tmp_path, code):
+    pytest.importorskip("py3langid")
+    rules = read_rules(FILTERS / f"web_{code}.toml")
+    text = PRESETS[code].replace(". ", ".\n").replace("。", "。\n")
+    verdict = Filters(rules)(Document(text, "a", 0, "json"))
+    assert verdict.reason in ("", "c4: few sentences"), verdict
+    write_json_lines(tmp_path / "a.jsonl", [text])
+    units = plan_units([str(tmp_path / "a.jsonl")], READ)
+    other = read_rules(FILTERS / f"web_{'en' if code != 'en' else 'ru'}.toml")
+    summary = try_filters(units, tmp_path / "out", other, read=READ)["summary"]
+    assert summary.endswith(f"({code}): use --filters data_prep/filters/web_{code}.toml")
+
+
 @pytest.fixture
 def own(tmp_path):
     (tmp_path / "own.py").write_text(
@@ -243,10 +264,13 @@ def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tm
     assert report["changed"]["masked: email"] == [9, 9]
     examples = report["examples"]["function: no_foxes"]
     assert len(examples) == 20 and all(text in texts for _, text in examples)
-    tried = try_filters(units, tmp_path / "try", rules, read=READ)
+    tried = try_filters(units, tmp_path / "try", rules, read=READ, tokenizer=tokenizer_path())
     assert {**tried, "rules": 0} == {**report, "rules": 0}
     page = write_filters_page(tmp_path / "try").read_text()
-    assert "function: no_foxes" in page and str(source) in page
+    assert "function: no_foxes" in page and str(source) in page and tried["summary"] in page
+    tokens = [sum(map(len, map(tiny_tokenizer().encode, found))) for found in (
+        [text for text in texts if "fox" in text], texts)]
+    assert f"{tokens[0]:,} of {tokens[1]:,} tokens ({tokens[0] / tokens[1]:.1%})" in page
     (tmp_path / "own.py").write_text("def no_foxes(text):\n    return text\n")
     own_code._module.cache_clear()  # as in another process
     with pytest.raises(UserError, match="other inputs or options"):

@@ -10,6 +10,7 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import plan_units
 from deberta_ds.corpus.findings import Findings
+from deberta_ds.corpus.identity import extents_of, identified
 from deberta_ds.corpus.outputs import JOB, fetch, output
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.data.corpus import Corpus
@@ -66,4 +67,4 @@ def test_a_model_file_and_findings_at_a_url(text, tmp_path):
     assert Path(fetch(f"{store}/spm.model", cache=cache + "2")).read_bytes() == b"model"
     found = Findings(fetch(f"{store}/found", cache=cache + "2"))
     assert found.counts == counts and not (tmp_path / "store/found/hashes").exists()
-    found.check(units, READ)
+    found.check(extents_of(identified(units, tmp_path).values()), READ)

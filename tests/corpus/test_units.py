@@ -26,7 +26,7 @@ from data_helpers import (
 )
 from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, still_at_work
 from deberta_ds.base.files import atomic_path
 from deberta_ds.corpus import units
 from deberta_ds.corpus.dedup import find_duplicates
@@ -130,9 +130,10 @@ def test_a_part_that_begins_between_two_looks_is_no_other_command(tmp_path, monk
         return os.path.exists(path)
 
     monkeypatch.setattr(Path, "exists", exists)
-    units._check_description(tmp_path, text)
+    units._check_description(tmp_path, text, tmp_path)
+    (tmp_path / "made").touch()
     with pytest.raises(UserError, match="other inputs or options"):
-        units._check_description(tmp_path, units._plan_text({"version": 1, "inputs": "others"}))
+        units._check_description(tmp_path, units._plan_text({"version": 1, "words": 9}), tmp_path)
 
 
 def test_a_lock_does_not_outlive_its_process(text_file, tmp_path):
@@ -180,6 +181,15 @@ def test_texts_that_units_return_are_not_all_in_memory_at_once(tmp_path):
 
 def hundred_thousand(letter: str) -> dict:
     return {"text": letter * 100_000}
+
+
+def test_a_line_says_that_work_goes_on(monkeypatch, capsys):
+    """Training a tokenizer said nothing for 3.5 minutes."""
+    monkeypatch.setattr("deberta_ds.base.errors._SAY_SECONDS", 0.01)
+    said = threading.Semaphore(0)
+    with still_at_work(lambda: said.release() or "training"):
+        assert said.acquire(timeout=60) and said.acquire(timeout=60)
+    assert capsys.readouterr().err.startswith("training, 0 s\n")
 
 
 def test_mpirun_without_its_pool_is_an_error(text_file, tmp_path, monkeypatch):

@@ -76,14 +76,11 @@ def test_official_schedule_starts_at_zero_and_drops_after_warm_up():
     assert rates[99] == pytest.approx(0.01)
 
 
-def test_fixed_parameters_do_not_move():
+def test_parameters_without_gradients_are_in_no_group_and_waiting_ones_apart():
     model = Small()
-    before = model.table.detach().clone()
+    model.table.requires_grad_(False)
     optimizer = build_optimizer(
-        model, OptimConfig(learning_rate=1e-2, weight_decay=DECAY), {"table"})
-    for group in optimizer.param_groups:  # as engine.set_learning_rate does
-        group["lr"] = 0.0 if group.get("fixed") else 1e-2
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert torch.equal(model.table, before) and not torch.equal(model.dense.bias, before[0])
+        model, OptimConfig(learning_rate=1e-2, weight_decay=DECAY), {"dense.bias"})
+    groups = [(group["waits"], [tuple(p.shape) for p in group["params"]])
+              for group in optimizer.param_groups]
+    assert groups == [(False, [(5, 7)]), (False, [(5,), (5,)]), (True, [(5,)])]

@@ -280,9 +280,9 @@ def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_who
 
 @pytest.mark.multi
 def test_the_first_page_of_the_docs_works_as_it_is_written(process_group, tmp_path):
-    """A new user's road: the task file and both commands of docs/finetuning.md, as they stand."""
-    text = (ROOT / "docs" / "finetuning.md").read_text()
-    task, commands = re.findall(r"```\n(.*?)```", text, re.DOTALL)[:2]
+    """The task file and both commands of docs/how-to/fine-tune.md, as they stand."""
+    text = (ROOT / "docs/how-to/fine-tune.md").read_text()
+    task, commands = re.findall(r"```(?:toml)?\n(.*?)```", text, re.DOTALL)[:2]
     (tmp_path / "tickets.toml").write_text(task)
     lines = [f'{n},{WORDS[n % 5]},"a long, {WORDS[n % 3]} text",{("mail", "phone")[n % 2]}'
              for n in range(24)]

@@ -137,7 +137,7 @@ def test_choices_of_a_model_in_a_line(card):
 
 
 def test_the_documentation_has_this_table():
-    text = (Path(__file__).parents[2] / "docs/attention.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/explanation/attention.md").read_text()
     written = [line for line in text.splitlines() if line.startswith(tuple(
         f"| {idea} | `" for idea in IDEAS))]
     assert written == kernel_table.table()

@@ -168,8 +168,8 @@ def test_more_buckets_than_distances_are_written_as_a_row_a_distance(
 
 @pytest.mark.parametrize("to", ["hf", "ms"])
 def test_a_model_of_the_form_of_bert_is_written(tmp_path, to, monkeypatch):
-    """Only relative_attention and absolute_input said, as in docs/learning.md; the terms and the
-    norm that nothing uses keep their defaults, which official code would heed."""
+    """Only relative_attention and absolute_input said, as in docs/evidence/learning.md; the terms
+    and the norm that nothing uses keep their defaults, which official code would heed."""
     shape = BASE | {"relative_attention": False, "absolute_input": True}
     monkeypatch.setitem(FAMILIES, "v3", shape)
     release = make_release("v3", "mlm")
@@ -319,7 +319,7 @@ def test_two_stages_make_a_generator_where_none_was_released(tmp_path):
     for name in ("words.delta",):
         del release.main.tensors[name]
     write_hugging_face(release, tmp_path / "public")
-    with pytest.raises(UserError, match="has no generator.*docs/interop.md"):
+    with pytest.raises(UserError, match="has no generator.*docs/how-to/adapt-a-public-model.md"):
         started(run, tmp_path / "public")
 
     generator = objective_of(run).encoders(run)["generator"]

@@ -1,6 +1,6 @@
 """Other libraries' loaders take an exported directory as it is: same states, same tokens.
 
-Each is skipped where its library is not installed; docs/interop.md names versions tried.
+Each is skipped where its library is not installed; docs/evidence/models.md names versions tried.
 """
 
 import numpy as np

@@ -10,12 +10,13 @@ from launching import make_run
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config import run_config
+from deberta_ds.config.model import padded_rows
 from deberta_ds.config.options import ConfigError
 from deberta_ds.release.convert import write_microsoft
 from deberta_ds.release.hf import write_hugging_face
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.reader import read_release, read_shapes
-from deberta_ds.release.shape import complete, padded_rows
+from deberta_ds.release.shape import complete
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A tokenizer that is not SentencePiece from end to end: DeBERTa v1's, from the public files on.
 
-tools/faults/tokenizer_pipelines.py does it for every kind, for the table of docs/tokenizers.md.
+tools/faults/tokenizer_pipelines.py does it for every kind: docs/evidence/tokenizers.md.
 """
 
 import os

@@ -1,7 +1,7 @@
 """One run in four layouts, ranks 1 -> 2 -> 4 -> 1 and ZeRO 3 -> 1 -> 2 -> 3, against the unbroken.
 
     python tools/faults/layout_chain.py --out benchmarks/results/layout_chain.json \
-        --figure docs/layout_chain.svg
+        --figure docs/images/layout_chain.svg
 
 Each leg is stopped at a checkpoint and resumed with --resume auto in the next layout. Dropout is
 off: its masks are drawn per rank, so they depend on the world size. (The unbroken run has one rank,

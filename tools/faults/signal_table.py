@@ -4,7 +4,7 @@
 
 Each trial starts two ranks of a tiny RTD run (one rank where there is no launcher; under srun one
 on each of two hosts made of namespaces), waits for its third step, sends a signal, and waits until
-no process of the job is left. Prints the table of docs/reliability.md; trials that --out already
+no process of the job is left. Prints the table of docs/evidence/reliability.md; trials that --out
 has are made again if they are asked for, and kept otherwise. Launchers that are not installed are
 left out.
 """

@@ -196,7 +196,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                     count)
             grad_TN = padded_TN[:, :count]
             grad_hidden_TC += _wide_product(grad_TN, weight_VC[start : start + count])
-            torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start : start + count])
+            if ctx.needs_input_grad[1]:  # not of a frozen table
+                torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start : start + count])
         return grad_hidden_TC.to(hidden_TC.dtype), grad_weight_VC, grad_bias_V, *[None] * 4
 
 

@@ -3,7 +3,7 @@
 `KERNELS` has the implementations of each idea, the best first. `pick` takes the first one that runs
 on the device and in the dtype and whose limits hold; its answer says why the better ones were not
 taken. A Triton kernel must agree with torch's operators on this card (`kernel_check`): where it
-does not, that is an error, not a slower kernel. docs/attention.md shows the same table.
+does not, that is an error, not a slower kernel. docs/explanation/attention.md shows the same table.
 """
 
 import logging
@@ -255,7 +255,7 @@ def in_a_line(found: dict[str, dict[str, str]]) -> str:
 
 
 def table() -> list[str]:
-    """Return the rows of the table of docs/attention.md."""
+    """Return the rows of the table of docs/explanation/attention.md."""
     where = {_GPU: "GPU", _CPU: "CPU", (): "everywhere else"}
     return [f"| {one.idea} | `{one.name}` | "
             f"{'only by name' if one.by_name_only else where[one.devices]} | "

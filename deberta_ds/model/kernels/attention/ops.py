@@ -22,7 +22,7 @@ from deberta_ds.model.kernels.kernel_check import on_device_of
 # key_facts int32 [5,B,L]: segment, first and last + 1 query column of the segment; and the
 # same of all segments that enclose the column.
 
-TILES = Path(__file__).with_name("tiles.json")  # docs/attention.md says how to refresh it
+TILES = Path(__file__).with_name("tiles.json")  # to refresh it: docs/explanation/attention.md
 _LONG_ROW = 1024
 _CHUNK_ROWS = 512  # of a table's gradient that a program takes at once
 _BITS_BLOCK, _ROW_DOT_ROWS = 256, 64  # of a program

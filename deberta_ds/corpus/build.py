@@ -1,0 +1,198 @@
+"""From a recipe to packed shards: what the single commands do, one after another.
+
+    OUT/tokenizer  OUT/duplicates  OUT/contaminated/NAME  OUT/train/NAME  OUT/heldout/NAME
+    OUT/corpus.json    written last: [data] of a run file, with paths from OUT
+
+Each directory is a job (units.py): it goes on after an interruption, takes changed inputs, and is
+rejected if another recipe has made it.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import atomic_path, write_atomic
+from deberta_ds.base.numbers import counted, format_duration
+from deberta_ds.config.built import BUILT, Built
+from deberta_ds.corpus.contamination import find_contamination
+from deberta_ds.corpus.damage import plan_whole
+from deberta_ds.corpus.dedup import find_duplicates
+from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, plan_units
+from deberta_ds.corpus.encode import CleanOptions
+from deberta_ds.corpus.extend_tokenizer import read_symbols
+from deberta_ds.corpus.filter_rules import read_rules
+from deberta_ds.corpus.identity import identified, inputs_of
+from deberta_ds.corpus.outputs import fetch
+from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.recipe import Recipe, TokenizerRecipe
+from deberta_ds.corpus.tokenize import tokenize_corpus
+from deberta_ds.corpus.train_tokenizer import (
+    TextChoices,
+    languages_of,
+    train_fast,
+    train_tokenizer,
+)
+from deberta_ds.corpus.units import job
+from deberta_ds.data.mixture import temperature_weights
+from deberta_ds.data.shards import MANIFEST, Manifest, read_manifest, rows_directory
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.files import SPM
+
+TRAINED = "sha256"  # written last to OUT/tokenizer
+
+
+def train(wanted: TokenizerRecipe, units: list[list[Extent]], out: str | Path, *,
+          read: ReadOptions, workers: int, max_bad: int) -> Tokenizer:
+    """Write the tokenizer that a recipe asks for to `out`, a file (unigram) or directory."""
+    symbols = read_symbols(wanted.add_tokens) if wanted.add_tokens else []
+    options: dict[str, Any] = {
+        "pieces": wanted.vocab_size, "sample_bytes": wanted.sample_bytes, "read": read,
+        "character_coverage": wanted.character_coverage, "max_bad": max_bad,
+        "choices": TextChoices(tuple(symbols), bool(wanted.normalization), wanted.lower_case,
+                               wanted.split_digits, wanted.keep_white_space)}
+    if wanted.temperature:
+        options["languages"] = languages_of(units, read, wanted.sample_bytes, wanted.temperature,
+                                            workers, max_bad)
+    if wanted.kind == "unigram":
+        return train_tokenizer(units, out, threads=wanted.threads, **options)
+    return train_fast(units, out, kind=wanted.kind, **options)
+
+
+class Build:
+    """One build of a recipe. Attribute: out."""
+
+    def __init__(self, recipe: Recipe, workers: int = 1):
+        """UserError for what is wrong with inputs, filters or a given tokenizer, before any work.
+        """
+        self.out, self._recipe, self._workers = Path(recipe.out), recipe, workers
+        self._units = [[[replace(extent, read=corpus.read) for extent in unit]
+                        for unit in plan_whole(
+                            list(corpus.inputs), corpus.read, recipe.unit_bytes, workers=workers,
+                            skip_bad_files=recipe.skip_bad_files, max_bad=recipe.max_bad,
+                            is_divided=bool(corpus.documents))] for corpus in recipe.corpora]
+        check_named_once([[(extent, 0) for unit in units for extent in unit]
+                          for units in self._units])
+        self._filters = [read_rules(corpus.filters) if corpus.filters else None
+                         for corpus in recipe.corpora]
+        path = recipe.tokenizer.path
+        self._tokenizer = Tokenizer(fetch(path)) if path else None
+        if recipe.against:
+            plan_units(list(recipe.against), ReadOptions())
+
+    def run(self) -> None:
+        """Do what is not done, and write OUT/corpus.json, by which a run finds all of it."""
+        self._identify()
+        recipe, everything = self._recipe, [unit for units in self._units for unit in units]
+        tokenizer = self._made("tokenizer", self._make_tokenizer, everything)
+        if recipe.dedup:
+            self._made("duplicates", find_duplicates, everything, self.out / "duplicates",
+                       read=ReadOptions(), near_threshold=recipe.near, workers=self._workers)
+        for number, corpus in enumerate(recipe.corpora):
+            if recipe.against:
+                self._made(f"contaminated in {corpus.name}", find_contamination,
+                           self._units[number], list(recipe.against), self.out / "contaminated"
+                           / corpus.name, read=corpus.read, words=recipe.words,
+                           workers=self._workers)
+            self._made(f"tokens of {corpus.name}", self._tokenize, number, tokenizer)
+        for target in (target for targets in map(self.targets, range(len(recipe.corpora)))
+                       for target in targets):
+            for seq_len in recipe.seq_len:
+                self._made(f"{target}, sequences of {seq_len}", pack_corpus, target, tokenizer,
+                           seq_len, workers=self._workers)
+        self._finish()
+
+    def _identify(self) -> None:
+        """Hash the inputs once for all stages."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        units = identified([unit for units in self._units for unit in units], self.out)
+        write_atomic(self.out / ".inputs.json", json.dumps(inputs_of(units), indent=0))
+        named = iter(units.values())
+        self._units = [[next(named) for _ in units] for units in self._units]
+
+    def _made(self, what: str, make: Callable, *args, **options) -> Any:
+        """Return what `make` returns, and say how long it took."""
+        begun = time.monotonic()
+        result = make(*args, **options)
+        print(f"{what}: {format_duration(time.monotonic() - begun)}", flush=True)
+        return result
+
+    def _make_tokenizer(self, planned: list[list[Extent]]) -> Tokenizer:
+        out, wanted, given = self.out / "tokenizer", self._recipe.tokenizer, self._tokenizer
+        description = {"tokenizer": given.sha256 if given else asdict(wanted)}
+        units = None if given else identified(planned, out)
+        with job(out, description, finished=TRAINED, units=units) as is_done:
+            for name, source in given.files.items() if given and not is_done else ():
+                with atomic_path(out / name) as temporary:
+                    shutil.copyfile(source, temporary)
+            if not given and not is_done:
+                train(wanted, planned, out / SPM if wanted.kind == "unigram" else out,
+                      read=ReadOptions(), workers=self._workers, max_bad=self._recipe.max_bad)
+            write_atomic(out / TRAINED, f"{Tokenizer(out).sha256}\n")
+        return Tokenizer(out)
+
+    def targets(self, number: int) -> list[Path]:
+        """Return the directories of a corpus: for training, and held out if there is such a part.
+        """
+        corpus = self._recipe.corpora[number]
+        parts = ("train", "heldout")[:2 if corpus.heldout and self._recipe.heldout_share else 1]
+        return [self.out / part / corpus.name for part in parts]
+
+    def _tokenize(self, number: int, tokenizer: Tokenizer) -> None:
+        recipe, corpus, targets = self._recipe, self._recipe.corpora[number], self.targets(number)
+        made = tokenize_corpus(
+            self._units[number], targets[0], tokenizer, read=corpus.read, clean=CleanOptions(
+                corpus.min_characters, corpus.min_letter_share, recipe.max_bad),
+            heldout_out=targets[1] if targets[1:] else None, heldout_share=recipe.heldout_share,
+            drop_heldout=bool(recipe.heldout_share and not corpus.heldout),
+            leave_out=[str(self.out / "duplicates")] * recipe.dedup + [
+                str(self.out / "contaminated" / corpus.name)] * bool(recipe.against),
+            filters=self._filters[number], workers=self._workers)
+        for target, manifest in made.items():
+            if not manifest.documents:
+                left_out = {key: count for key, count in manifest.counts.items() if count}
+                raise UserError(
+                    f"{target}: no document of {corpus.name} is left for it ({left_out}); give "
+                    f"more text, or remove {self.out / 'train'} and {self.out / 'heldout'} and "
+                    "take another --heldout_share=X (heldout = false: none is held out of this "
+                    "corpus)")
+
+    def manifests(self) -> dict[Path, Manifest]:
+        """Return what was made: the manifest of each directory."""
+        return {target: read_manifest(target)[0] for number in range(len(self._units))
+                for target in self.targets(number)}
+
+    def _finish(self) -> None:
+        corpora, manifests = self._recipe.corpora, self.manifests()
+        tokens = [float(manifests[self.targets(number)[0]].tokens)
+                  for number in range(len(corpora))]
+        weights = [corpus.weight for corpus in corpora] if corpora[0].weight else \
+            temperature_weights(tokens, self._recipe.mixture_temperature)
+        heldout = {corpus.name: f"heldout/{corpus.name}"
+                   for number, corpus in enumerate(corpora) if self.targets(number)[1:]}
+        sources = {f"train/{corpus.name}": weight
+                   for corpus, weight in zip(corpora, weights, strict=True)}
+        write_atomic(self.out / BUILT, json.dumps(asdict(Built(sources, heldout, "tokenizer")),
+                                                  indent=1) + "\n")
+
+    def plan(self) -> list[str]:
+        """Return what a build would do: inputs and stages."""
+        recipe, lines = self._recipe, []
+        stages = [self.out / "tokenizer" / TRAINED]
+        stages += [self.out / "duplicates" / MANIFEST] * recipe.dedup
+        for number, corpus in enumerate(recipe.corpora):
+            paths = {extent.path for unit in self._units[number] for extent in unit}
+            lines.append(f"{corpus.name}: {counted(len(paths), 'file')}, "
+                         f"{counted(len(self._units[number]), 'work unit')}")
+            stages += [self.out / "contaminated" / corpus.name / MANIFEST] * bool(recipe.against)
+            for target in self.targets(number):
+                stages += [target / MANIFEST, *(rows_directory(target, seq_len) / MANIFEST
+                                                for seq_len in recipe.seq_len)]
+        for path in stages:
+            state = "there" if path.exists() else "begun" if path.parent.exists() else "to do"
+            lines.append(f"  {state:6} {path.parent}")
+        return lines

@@ -1,0 +1,56 @@
+"""How often a run sees its text, and what is known of text that is seen again.
+
+Muennighoff et al. 2023 (arXiv 2305.16264, decoders): for up to 4 epochs repeated text lowers the
+loss nearly as much as new text, then less and less, and from about 40 on not at all. Encoders take
+more: each epoch has other masks, and BERT (arXiv 1810.04805, appendix A.2) was trained for 40.
+"""
+
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.batch_schedule import rows_of_run
+from deberta_ds.config.run_config import RunConfig, SourceConfig
+from deberta_ds.data.packing import FRAME_TOKENS
+from deberta_ds.data.shards import MANIFEST, read_manifest, read_rows_manifest, rows_directory
+
+FEW_EPOCHS, MANY_EPOCHS = 4, 40
+_BYTES_A_TOKEN = 4.0  # of English text with 32,000 subwords
+
+
+def epochs_of(run: RunConfig, source: SourceConfig) -> float | None:
+    """Return how often the run sees a corpus; None for one that is not here, or not yet.
+
+    Before the corpus is packed, its sequences are about as many as its tokens fill.
+    """
+    length = run.data.seq_len
+    rows = rows_directory(source.path, length)
+    try:
+        if (rows / MANIFEST).exists():
+            sequences = sum(shard.rows for shard in read_rows_manifest(rows)[0].shards)
+        else:
+            sequences = -(-read_manifest(source.path)[0].tokens // (length - FRAME_TOKENS))
+    except UserError:
+        return None
+    share = source.weight / sum(one.weight for one in run.data.sources)
+    part = source.part[1] - source.part[0]
+    return rows_of_run(run.train) * share / max(1, sequences * part)
+
+
+def describe_epochs(run: RunConfig) -> list[str]:
+    """Return a line per corpus: its epochs, with a warning beyond a few of them."""
+    lines = []
+    for source in run.data.sources:
+        epochs = epochs_of(run, source)
+        if epochs is None:
+            text = rows_of_run(run.train) * run.data.seq_len * _BYTES_A_TOKEN / FEW_EPOCHS
+            lines.append(f"epochs: unknown, {source.path} is no corpus on this machine; of English "
+                         f"text {text / 1e9:.3g} GB in all would be seen {FEW_EPOCHS} times")
+            continue
+        lines.append(f"epochs: {epochs:,.2f} of {source.path}")
+        if epochs > FEW_EPOCHS:
+            fewer = max(1, int(run.train.steps * FEW_EPOCHS / epochs))
+            lines.append(
+                f"WARNING: more than {FEW_EPOCHS} epochs. Beyond, repeated text teaches less and "
+                f"less, and from {MANY_EPOCHS} on nothing (Muennighoff et al. 2023, for decoders; "
+                "encoders take more, because each epoch has other masks: BERT had 40). Use more "
+                f"text, or train.steps = {fewer:,} with a warm-up below that")
+    return lines

@@ -1,0 +1,231 @@
+"""A run file for a corpus, devices and hours: a shipped recipe, and what has to differ and why.
+
+The recipe of the largest model is taken for which a few epochs of the text, and the hours, give as
+many tokens as it wants at least; that of the smallest model is for all that is less.
+"""
+
+import json
+import re
+import textwrap
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.numbers import format_count, format_duration
+from deberta_ds.config import run_config
+from deberta_ds.config.built import BUILT, read_built
+from deberta_ds.config.model import padded_rows
+from deberta_ds.config.toml_files import read_toml, set_value
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.shards import read_manifest
+from deberta_ds.engine import ds_config
+from deberta_ds.model import cpu
+from deberta_ds.objectives.build import objective_of
+from deberta_ds.planner.epochs import FEW_EPOCHS, MANY_EPOCHS
+from deberta_ds.planner.gpus import Gpu, card_of, cpu_ranks
+from deberta_ds.planner.plan import Choice, make_plan, recommended
+from deberta_ds.planner.speed import expected_mfu
+
+RECIPES = (  # (run file, fewest tokens that its model is worth, how to fine-tune that model)
+    ("v3_large", 1e11, "--config launch/runs/superglue/large.toml"),
+    ("lab/lab_base_8gpu", 2e10, "--config launch/runs/superglue/base.toml"),
+    ("lab/lab_small_1gpu", 5e9, "--config launch/runs/superglue/small.toml"),
+    ("lab/lab_xsmall_1gpu", 1e9, "--config launch/runs/superglue/xsmall.toml"),
+    ("lab/lab_xsmall_cpu", 3e8, "--config launch/runs/superglue/xsmall.toml"),
+    ("small_{}", 0, "--all.learning_rate=1e-3; with 2e-5, the default, it stays at chance"))
+_USED = 0.85  # of the hours: the rest is for the start, evaluations and saves
+_LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/learning.md)
+_FEWEST_STEPS, _ENOUGH_STEPS, _SMALLEST_BATCH = 100, 1000, 2048  # the last in tokens
+_MICRO_TOKENS = {True: 2048, False: 16_384}  # by is_cpu: most of a forward pass
+
+Changes = dict[str, tuple[Any, str]]  # {key of a run file: (value, reason)}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Keys of [data], what there is to train on and to evaluate with (in the smallest held-out
+    corpus), and the sequence lengths for which all is packed.
+    """
+
+    data: dict[str, Any]  # sources, heldout, tokenizer
+    tokens: int
+    heldout_tokens: int
+    vocab_size: int
+    packed: list[int]
+
+    @property
+    def directories(self) -> list[str]:
+        return [source["path"] for source in self.data["sources"]] + _heldout(self.data)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """One rank's card, ranks of a node, threads of each, nodes; a DeepSpeed JSON by its stage."""
+
+    gpu: Gpu
+    gpus: int
+    threads: int
+    nodes: int
+    json_name: str
+
+
+def open_corpus(directory: str, heldout: str | None, tokenizer: str | None) -> Text:
+    """Return the corpus of a directory; options go before its corpus.json."""
+    is_built = (Path(directory) / BUILT).exists()
+    data = read_built(directory) if is_built else {"sources": [{"path": directory}]}
+    data |= {key: path for key, path in (("heldout", heldout), ("tokenizer", tokenizer)) if path}
+    for key in ("heldout", "tokenizer"):
+        if not data.get(key):
+            raise UserError(f"{directory}: no {BUILT} in it names its {key}; give --{key} PATH")
+    train = [read_manifest(source["path"])[0] for source in data["sources"]]
+    held_out = [read_manifest(path)[0] for path in _heldout(data)]
+    text = Text(data, sum(one.tokens for one in train), min(one.tokens for one in held_out),
+                train[0].vocab_size, [])
+    lengths = [{int(plan.parent.name[5:]) for plan in Corpus.row_plans(path)}
+               for path in text.directories]
+    return replace(text, packed=sorted(set.intersection(*lengths)))
+
+
+def _heldout(data: dict[str, Any]) -> list[str]:
+    found = data["heldout"]
+    return list(found.values()) if isinstance(found, dict) else [found]
+
+
+def open_devices(words: str) -> Devices:
+    """Return the devices of "2 cpu" (cores), "4 x a100", "16 x h100" (nodes of 8) or "a100"."""
+    found = re.fullmatch(r"(?:(\d+)\s*x?\s*)?([a-zA-Z].*)", words.strip())
+    count = int(found[1] or 1) if found else 0
+    if not found or not count or count > 8 and count % 8 and found[2] != "cpu":
+        raise UserError(f'--devices {words}: give a number and a name, such as "2 cpu" (cores) or '
+                        '"4 x a100"; above 8 GPUs a multiple of 8')
+    gpu, gpus = card_of(found[2]), min(count, 8)
+    if gpu.is_cpu:
+        return Devices(*cpu_ranks(gpu, count), 1, cpu.deepspeed_json())
+    precision = "bf16" if gpu.peak("bf16") else "fp16"
+    return Devices(gpu, gpus, 1, count // gpus, f"zero{{}}_{precision}")
+
+
+def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
+           ) -> tuple[str, int]:
+    """Return (a run file, the ZeRO stage to run it with).
+
+    `objective` may be "": what learns more at the size. UserError if too few updates remain.
+    """
+    ds = ds_config.load(f"ds_configs/{devices.json_name.format(1)}.json")
+    seconds, larger, gpu = _USED * 3600 * hours, "", devices.gpu
+    ranks, tokens = devices.gpus * devices.nodes, text.tokens
+    for recipe, least, finetune in RECIPES:
+        file = f"launch/runs/{recipe.format(objective or 'mlm')}.toml"
+        changes = _of_text(file, text, objective or ("rtd" if least else "mlm"), name)
+        run = _run(file, changes)
+        most = max(FEW_EPOCHS * tokens, 0 if least else min(MANY_EPOCHS * tokens, _LEARNS))
+        # Without communication: the plan, which takes its time, is for the size that is chosen.
+        peak = gpu.peak(ds_config.matmul_precision(ds)) or 0.0
+        rate = ranks * peak * expected_mfu(run, gpu, ds) / objective_of(run).flops_per_token(run)
+        if (about := min(most, seconds * rate)) >= least:
+            hint = f"Fine-tune the model with {finetune}."
+            break
+        larger = f"; {file} wants {format_count(least)} tokens in all"
+    length, given = run.data.seq_len, _run(file, {})
+    per_step = given.train.global_batch_size * given.data.seq_len
+    while per_step > _SMALLEST_BATCH and about / per_step < _ENOUGH_STEPS:
+        per_step //= 2
+    of_rank = max(1, per_step // length // ranks)
+    fitting = max(1, min(of_rank, _MICRO_TOKENS[gpu.is_cpu] // length))
+    micro, best = 1 << fitting.bit_length() - 1, None
+    batch = ranks * micro * max(1, round(of_rank / micro))
+    while best is None and micro:
+        changes |= {"train.global_batch_size": (batch, f"{batch * length:,} tokens an update"),
+                    "train.micro_batch_size": (micro, "")}
+        run, micro = _run(file, changes), micro // 2
+        best = recommended(make_plan(run, ds, gpu=gpu, gpus=devices.gpus, nodes=devices.nodes,
+                                     mfu=expected_mfu(run, gpu, ds)))
+    if best is None:
+        raise UserError(f"{file}: its model does not fit; use devices with more memory")
+    seen = min(most, seconds * best.tokens_per_second)
+    changes |= _of_steps(int(seen / (batch * length)), batch * length, tokens, best,
+                         "the text" if seen == most else f"{hours:g} hours")
+    return _file(file, changes, (
+        f"{name}: {file}, the largest recipe for {format_count(tokens)} tokens of text, "
+        f"{FEW_EPOCHS} epochs and {hours:g} hours{larger}. Values without a reason are that "
+        f"file's. {hint}")), best.stage
+
+
+def _run(file: str, changes: Changes) -> run_config.RunConfig:
+    overrides = [f"--{key}={_toml(value)}" for key, (value, _) in changes.items()]
+    return run_config.load(file, overrides)[0]
+
+
+def _of_text(file: str, text: Text, kind: str, name: str) -> Changes:
+    given, held_out = _run(file, {}), text.heldout_tokens
+    length = min(text.packed or [given.data.seq_len], key=lambda n: abs(n - given.data.seq_len))
+    return {
+        "name": (name, ""), "out_dir": (f"runs/{name}", ""), "objective.kind": (
+            kind, "mlm teaches small models more (docs/evidence/learning.md), rtd others"),
+        "model.vocab_size": (padded_rows(text.vocab_size),
+                             f"the {text.vocab_size:,} ids of the tokenizer, padded"),
+        "model.max_position": (max(length, given.model.max_position), ""),
+        **{f"data.{key}": (value, "") for key, value in text.data.items()},
+        "data.seq_len": (length, "as packed" if text.packed else "as in the recipe"),
+        "train.eval_sequences": (max(1, min(512, held_out // length)),
+                                 f"of {format_count(held_out)} tokens held out")}
+
+
+def _of_steps(steps: int, per_step: int, tokens: int, best: Choice, limit: str) -> Changes:
+    if steps < _FEWEST_STEPS:
+        raise UserError(f"{steps:,} updates of {per_step:,} tokens are too few to learn from (the "
+                        f"limit is {limit}): give more --hours or devices, and at least "
+                        f"{_FEWEST_STEPS * per_step // MANY_EPOCHS:,} tokens of text")
+    steps -= steps % 10 ** (len(str(steps)) - 2)
+    tenth, rate, epochs = steps // 10, best.tokens_per_second, steps * per_step / tokens
+    often = (f" Beyond {FEW_EPOCHS} epochs repeated text teaches less, but of so little text fewer "
+             "would teach nothing.") * (epochs > FEW_EPOCHS)
+    return {
+        "optim.warmup_steps": (steps // 20, "5 % of the steps"),
+        "train.steps": (steps, f"{format_count(steps * per_step)} tokens, {epochs:.1f} epochs; "
+                               f"about {format_duration(steps * per_step / rate)} at "
+                               f"{format_count(rate)} tokens/s. The limit is {limit}.{often}"),
+        "train.activation_checkpointing": (
+            best.checkpointing, f"{best.memory.peak / 1e9:.1f} GB of a rank's memory"),
+        "train.log_every": (max(1, steps // 200), ""),
+        "train.eval_every": (tenth, "ten evaluations"), "train.save_every": (tenth, "")}
+
+
+def _file(file: str, changes: Changes, head: str) -> str:
+    """Return a run file with the values of another and `changes`, each with its reason."""
+    values, lines = read_toml(file, "run file", file), [_comment(head)]
+    for key, (value, _) in changes.items():
+        set_value(values, key, value)
+    for section, table in values.items():
+        in_table = isinstance(table, dict)
+        lines += ["", f"[{section}]"] * in_table
+        for key, value in table.items() if in_table else [(section, table)]:
+            _, reason = changes.get(f"{section}.{key}" if in_table else key, (value, ""))
+            lines += [_comment(reason)] * bool(reason) + [f"{key} = {_toml(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(text, 98, initial_indent="# ", subsequent_indent="# ",
+                         break_long_words=False, break_on_hyphens=False)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def commands(out: str, text: Text, devices: Devices, stage: int) -> str:
+    """Return the commands that pack the corpus where it is not, check the run, and train."""
+    length = _run(out, {}).data.seq_len
+    pack = (f"python data_prep/pack.py {' '.join(text.directories)} --tokenizer "
+            f"{text.data['tokenizer']} --seq_len {length}\n") * (length not in text.packed)
+    cores = f"DS_ACCELERATOR=cpu OMP_NUM_THREADS={devices.threads} " * devices.gpu.is_cpu
+    start = (f"{cores}deepspeed --num_gpus {devices.gpus} launch/pretrain.py --config {out} "
+             f"--deepspeed_config ds_configs/{devices.json_name.format(max(1, stage))}.json")
+    more = f"  (on {devices.nodes} nodes: docs/how-to/several-nodes.md)" * (devices.nodes > 1)
+    return f"{pack}{start} --check\n{start}{more}"

@@ -1,0 +1,42 @@
+"""The share of a card's peak that a run is expected to reach, where nobody has measured it.
+
+GPUs: the price of a step of 16,384 tokens on an H100, operator by operator (benchmarks/
+step_cost.py; `python -m benchmarks.studies.mfu_table`); no run on a GPU is behind it. What a step
+takes beyond its matmuls is taken to grow with a card's peak by the bandwidth of its memory: from
+256 wide on 1 to 13 % below the same prices for an A100. CPU: docs/evidence/performance.md.
+"""
+
+import numpy as np
+
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.engine import ds_config
+from deberta_ds.objectives.build import objective_of
+from deberta_ds.planner.gpus import GPUS, Gpu
+
+_MATMULS = 0.65  # of the peak, step_cost's PRODUCT_SHARE: what no step exceeds
+_WIDTHS, _LENGTHS = (128, 256, 384, 768, 1024, 1536), (128, 512, 2048)
+_H100 = ((.062, .074, .067), (.166, .131, .092), (.230, .196, .119), (.343, .292, .179),
+         (.382, .316, .187), (.424, .363, .227))  # by width, then length
+_LAUNCH_SECONDS = 4.4e-4  # of the host, for a layer's kernels: 8 ms for the 18 of v3-base
+_CPU = {"fp32": (.45, .73), "bf16": (.25, .64)}  # 128 and 384 wide
+
+
+def expected_mfu(run: RunConfig, gpu: Gpu, ds: dict) -> float:
+    """Return the expected share of the peak; between the table's widths and lengths on a straight
+    line of their logarithms, beyond them as at its edge.
+    """
+    width, products = np.log(run.model.hidden_size), ds_config.matmul_precision(ds)
+    if gpu.is_cpu:
+        return float(np.interp(width, np.log((128, 384)), _CPU.get(products, _CPU["bf16"])))
+    of_widths = [np.interp(np.log(run.data.seq_len), np.log(_LENGTHS), row) for row in _H100]
+    priced = float(np.interp(width, np.log(_WIDTHS), of_widths))
+    h100, peak = GPUS["h100"], gpu.peak(products)
+    if peak is None:
+        return priced  # nobody runs that; the plan says what to do
+    starved = (peak / gpu.memory_rate) / (h100.peaks["bf16"] / h100.memory_rate) \
+        if gpu.memory_rate else 1.0
+    objective = objective_of(run)
+    layers = sum(one.num_layers for one in objective.encoders(run).values())
+    flops = run.train.micro_batch_size * run.data.seq_len * objective.flops_per_token(run)
+    return min(1 / (1 / _MATMULS + (1 / priced - 1 / _MATMULS) * starved),
+               flops / (peak * layers * _LAUNCH_SECONDS))

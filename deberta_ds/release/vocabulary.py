@@ -1,0 +1,183 @@
+"""The token embeddings of a source for a run with another tokenizer, of any kind (`[init] from`).
+
+A token of both tokenizers (the same text, with or without a space before it, however the two mark
+that) keeps its vector; special tokens go by their role. Any other starts at the plain mean of the
+vectors of what the source's tokenizer makes of its text (Fast Vocabulary Transfer, Gee et al. 2022,
+arXiv 2402.09977); one of which that knows nothing starts at random, with the mean and the standard
+deviation of the table. So a tokenizer with tokens added keeps all that it had.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.numbers import counted
+from deberta_ds.base.splitmix import mix64
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.remote import Cache
+from deberta_ds.release.read_back import SENTENCES
+from deberta_ds.release.reader import check_table, read_release, read_tokenizer
+from deberta_ds.release.release import Network, Release, derive_words
+from deberta_ds.release.tokenizer_files import open_tokenizer
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.words import byte_value, bytes_of_piece, character_starts_word
+
+REPORT = "vocabulary.json"
+CLASSES = ("shared", "composed", "random")
+_BY_ID = ("words.weight", "words.delta", "mlm_head.bias")
+_ROWS_COUNTED = 1000  # of a corpus
+
+
+def read_in_vocabulary(run: RunConfig, source: str) -> Release:
+    """Return the release at `source` with a row for each token of the run's tokenizer; its notes
+    say what was done, OUT/vocabulary.json how each token begins.
+    """
+    release = read_release(source)
+    own, theirs = Tokenizer(run.data.tokenizer), open_tokenizer(release.tokenizer_files)
+    if theirs is None or theirs.sha256 == own.sha256:
+        return release
+    if has_same_tokens(own, theirs):
+        texts = list(SENTENCES)
+        if theirs.encode_batch(texts) != own.encode_batch(texts):
+            release.notes.append(f"WARNING: {run.data.tokenizer} has the tokens of the source's "
+                                 "tokenizer, but cuts texts otherwise: its normalizer, merges or "
+                                 "scores are others")
+        return release
+    check_table(theirs, release, source)
+    parts, kinds = starting_points(own, theirs)
+    for network in release.networks().values():
+        _change_vocabulary(network, parts, run.model.vocab_size, theirs.size, run.train.seed)
+    if release.generator and "words.delta" in release.main.tensors:
+        del release.main.tensors["words.weight"]
+        derive_words(release)  # to the bit the generator's + delta
+    starts = list(zip(own.pieces(range(own.size)), map(theirs.pieces, parts), strict=True))
+    release.notes.append(_report(run, source, starts, kinds))
+    return release
+
+
+def has_other_tokens(source: str, tokenizer: str) -> bool:
+    """Return whether the model at `source` has a tokenizer of other tokens than `tokenizer`."""
+    theirs = read_tokenizer(source) if tokenizer and Path(tokenizer).exists() else None
+    return theirs is not None and not has_same_tokens(Tokenizer(tokenizer), theirs)
+
+
+def has_same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
+    """Return whether each id is the same token in both."""
+    return first.special_ids == second.special_ids and first.size == second.size and (
+        first.pieces(range(first.size)) == second.pieces(range(second.size)))
+
+
+def starting_points(own: Tokenizer, theirs: Tokenizer) -> tuple[list[list[int]], np.ndarray]:
+    """Return (for each id of `own` those of `theirs` at whose mean it starts, none: at random; for
+    each which of CLASSES that is).
+    """
+    pieces, texts = theirs.pieces(range(theirs.size)), _texts(theirs)
+    exact = {pair: number for number, pair in enumerate(zip(pieces, texts, strict=True))
+             if number not in theirs.special_ids.values()}
+    by_text: dict[str, int] = {}
+    for number in np.flatnonzero(~theirs.is_special()).tolist():
+        by_text.setdefault(texts[number], number)
+    by_role = {number: theirs.special_ids.get(role) for role, number in own.special_ids.items()}
+    parts: list[list[int]] = []
+    kinds = np.zeros(own.size, np.int8)
+    for number, pair in enumerate(zip(own.pieces(range(own.size)), _texts(own), strict=True)):
+        found = by_role[number] if number in by_role else exact.get(pair, by_text.get(pair[1]))
+        if found is not None:
+            parts.append([found])
+            continue
+        parts.append([] if number in by_role or not pair[0].strip() else
+                     _parts(theirs, pair[1], by_text))
+        kinds[number] = 1 if parts[-1] else 2
+    return parts, kinds
+
+
+def _texts(tokenizer: Tokenizer) -> list[str]:
+    """Return the text of each id, behind a space if it begins a word; bytes of no whole character
+    as lone surrogates. Marks that WordPiece sets apart have no space, as in other tokenizers.
+    """
+    numbers, texts = range(tokenizer.size), []
+    starts = tokenizer.word_starts()
+    for number, piece, text in zip(numbers, tokenizer.pieces(numbers), tokenizer.readable(numbers),
+                                   strict=True):
+        data = bytes_of_piece(piece) if tokenizer.kind == "byte_level" and "\\x" in text else None
+        if data is not None:
+            text = data.decode("utf-8", "surrogateescape")
+        elif (value := byte_value(piece)) is not None:
+            text = bytes([value]).decode("utf-8", "surrogateescape")
+        elif tokenizer.kind in ("wordpiece", "words") and text[1:] and character_starts_word(
+                text[1]):
+            text = text.removeprefix(" ")
+        elif starts[number] and text[:1].isalnum() and not character_starts_word(text[0]):
+            text = " " + text  # a token that was added
+        texts.append(text)
+    return texts
+
+
+def _parts(tokenizer: Tokenizer, text: str, by_text: dict[str, int]) -> list[int]:
+    """Return the known ids of a token's text, as it continues a word if it can."""
+    if any("\udc80" <= character <= "\udcff" for character in text):  # byte by byte
+        return [by_text[character] for character in text if character in by_text]
+    for lead in ("", " "):
+        if found := [part for part in tokenizer.encode_after(lead + text)
+                     if part != tokenizer.unk_id]:
+            return found
+    return []
+
+
+def _change_vocabulary(network: Network, parts: list[list[int]], rows: int, known: int, seed: int
+                       ) -> None:
+    """Give all that is indexed by id `rows` rows; of the source's, the first `known` are used."""
+    sizes = torch.tensor([0, *map(len, parts)])
+    flat = torch.tensor([part for one in parts for part in one], dtype=torch.long)
+    at_random = [number for number in range(rows) if number >= len(parts) or not parts[number]]
+    for salt, name in enumerate(_BY_ID):
+        if (table := network.tensors.get(name)) is None:
+            continue
+        old_VC = table.float().view(len(table), -1)
+        new_VC = torch.zeros(rows, old_VC.size(1))
+        new_VC[:len(parts)] = F.embedding_bag(flat, old_VC, sizes.cumsum(0)[:-1],
+                                                mode="mean")
+        std_C, mean_C = torch.std_mean(old_VC[:known], 0)
+        for number in at_random:
+            generator = torch.Generator().manual_seed(mix64(mix64(seed + salt) + number) >> 1)
+            new_VC[number] = mean_C + std_C * torch.randn(len(mean_C), generator=generator)
+        network.tensors[name] = new_VC.view(rows, *table.shape[1:]).to(table.dtype)
+    network.config = replace(network.config, vocab_size=rows)
+
+
+def _report(run: RunConfig, source: str, starts: list[tuple[str, list[str]]],
+            kinds: np.ndarray) -> str:
+    """Write OUT/vocabulary.json and return what it says in short."""
+    path, frequencies = Path(run.out_dir) / REPORT, _frequencies(run, len(kinds))
+    counts = np.bincount(kinds, minlength=3).tolist()
+    shares = (np.bincount(kinds, frequencies, 3) / max(1, frequencies.sum())).tolist()
+    figures: dict[str, dict] = {name: {"tokens": count, "share_of_text": round(share, 6)}
+                                for name, count, share in zip(CLASSES, counts, shares,
+                                                              strict=True)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figures["not_shared"] = {piece: parts for (piece, parts), kind in zip(
+        starts, kinds, strict=True) if kind}
+    write_atomic(path, json.dumps({"source": source, "tokenizer": run.data.tokenizer} | figures,
+                                  ensure_ascii=False, indent=1) + "\n")
+    said = ", ".join(f"{counted(count, 'token')} {name} ({share:.2%} of the text)"
+                     for name, count, share in zip(CLASSES, counts, shares, strict=True))
+    return (f"WARNING: {run.data.tokenizer} has other tokens than the tokenizer of {source}; token "
+            f"embeddings: {said}; {REPORT} in the run's directory lists them")
+
+
+def _frequencies(run: RunConfig, size: int) -> np.ndarray:
+    """Return how often each id stands in sequences of the held-out corpora, else of the sources."""
+    paths = list(run.data.heldout_corpora.values()) or [one.path for one in run.data.sources]
+    frequencies = np.zeros(size)
+    for path in paths:
+        corpus = Corpus(path, seq_len=run.data.seq_len,
+                        cache=Cache(run.data.cache, run.data.cache_gigabytes))
+        for row in range(0, corpus.num_rows, -(-corpus.num_rows // _ROWS_COUNTED)):
+            frequencies += np.bincount(np.concatenate(corpus.row(row)), minlength=size)
+    return frequencies

@@ -1,0 +1,26 @@
+"""A rank that waits for others in the start says for whom, and ends at once on a signal."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from launching import ENVIRONMENT, ROOT
+
+CODE = "from deberta_ds.engine import engine; engine.WAIT_SECONDS = 0.2; engine.init_distributed()"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_waiting_rank(number):
+    """SIGTERM and one Ctrl-C did nothing for ten minutes, and nothing said what it waited for."""
+    places = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": "9"}
+    rank = subprocess.Popen([sys.executable, "-c", CODE], cwd=ROOT, env=ENVIRONMENT | places,
+                            stderr=subprocess.PIPE, text=True)
+    for line in rank.stderr:
+        if line.startswith("rank 1 of 2 waits for rank 0 at 127.0.0.1:9 (from MASTER_ADDR"):
+            break
+    rank.send_signal(number)
+    rank.stderr.read()
+    assert rank.wait(timeout=30) == -number

@@ -1,0 +1,94 @@
+"""launch/new.py: run files for a corpus, devices and hours fit these and each other."""
+
+import json
+import re
+
+import pytest
+from launching import ROOT, make_run, python
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config import run_config
+from deberta_ds.data.shards import Manifest, ShardInfo, write_manifest
+from deberta_ds.engine import ds_config
+from deberta_ds.planner import new_run, plan
+from deberta_ds.planner.activations import Activations
+
+
+def corpus(root, tokens: int, vocabulary: int = 8001):
+    """Write manifests of a corpus and what belongs to it; no text is behind them."""
+    for name, count in (("train", tokens), ("heldout", max(20_000, tokens // 200))):
+        (root / name).mkdir(parents=True)
+        shard = ShardInfo("a", count, 1 + count // 500, 2 * count, "", 8, "")
+        write_manifest(root / name, Manifest("uint16", vocabulary, "0" * 64, {}, {}, {}, (shard,)))
+    (root / "corpus.json").write_text(json.dumps(
+        {"sources": {"train": 1.0}, "heldout": {"web": "heldout"}, "tokenizer": "spm.model"}))
+    return new_run.open_corpus(str(root), None, None)
+
+
+@pytest.mark.parametrize("tokens, devices, hours, objective, width, length", [
+    (1_250_000, "2 cpu", 0.3, "", 128, 128), (1_250_000, "1 cpu", 0.2, "rtd", 128, 128),
+    (12_500_000, "2 cpu", 24, "rtd", 128, 128), (12_500_000, "h100", 24, "", 128, 128),
+    (125_000_000, "2 cpu", 24, "", 128, 128), (125_000_000, "4 x a100", 24, "", 384, 128),
+    (125_000_000, "3xV100", 5, "mlm", 384, 128), (12_500_000_000, "2 cpu", 24, "", 128, 128),
+    (12_500_000_000, "RTX 4090", 12, "", 768, 512), (12_500_000_000, "4 x a100", 24, "", 768, 512),
+    (12_500_000_000, "64 cpu", 100, "mlm", 768, 512),
+    (50_000_000_000, "16 x h100", 2000, "", 1024, 512)])
+def test_values_fit_the_text_the_devices_and_each_other(tmp_path, monkeypatch, tokens, devices,
+                                                        hours, objective, width, length):
+    monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
+    text, hardware = corpus(tmp_path, tokens), new_run.open_devices(devices)
+    written, stage = new_run.choose(text, hardware, hours, objective, "mine")
+    (tmp_path / "mine.toml").write_text(written)
+    run, _ = run_config.load(tmp_path / "mine.toml")
+    assert (run.model.hidden_size, run.data.seq_len, run.model.vocab_size) == (width, length, 8064)
+    assert run.objective.kind == (objective or ("mlm" if width == 128 else "rtd"))
+    train, ranks = run.train, hardware.gpus * hardware.nodes
+    epochs = train.steps * train.global_batch_size * length / tokens
+    few_tokens = tokens < 15_000_000 / 4
+    assert 0 < epochs <= (40 if few_tokens else 4)
+    words = " ".join(written.replace("#", "").split())
+    assert ("Beyond 4 epochs" in words) == (epochs > 4)
+    assert train.global_batch_size % (ranks * train.micro_batch_size) == 0
+    assert 0 < run.optim.warmup_steps < train.steps / 10 and train.steps >= 100
+    assert train.eval_every < train.steps and train.log_every <= train.eval_every
+    seconds = re.search(r"about (.*?) at", words)[1]
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    assert sum(int(n) * units[u] for n, u in re.findall(r"(\d+)([smhd])", seconds)) <= hours * 3600
+    commands = new_run.commands(str(tmp_path / "mine.toml"), text, hardware, stage)
+    assert f"--seq_len {length}" in commands and f"--num_gpus {hardware.gpus} " in commands
+    ds = ds_config.load(re.search(r"ds_configs/\w+\.json", commands)[0])
+    assert (hardware.gpu.peak(ds_config.matmul_precision(ds)) is not None) and stage < 3
+
+
+@pytest.mark.parametrize("devices, problem", [
+    ("many", "not listed; one of"), ("0 cpu", "a number and a name"), ("12 x a100",
+     "multiple of 8"),
+    ("4", "a number and a name")])
+def test_devices_that_are_none(devices, problem):
+    with pytest.raises(UserError, match=problem):
+        new_run.open_devices(devices)
+
+
+def test_too_little_and_nothing_known(tmp_path):
+    text = corpus(tmp_path / "here", 1_250_000)
+    with pytest.raises(UserError, match="too few to learn from.*more --hours"):
+        new_run.choose(text, new_run.open_devices("1 cpu"), 0.001, "", "mine")
+    with pytest.raises(UserError, match="names its heldout; give --heldout"):
+        new_run.open_corpus(str(tmp_path / "here/train"), None, None)
+
+
+@pytest.mark.slow
+def test_what_the_command_writes_passes_the_check_that_it_prints(tmp_path):
+    make_run(tmp_path)
+    out = tmp_path / "mine.toml"
+    words = (ROOT / "launch/new.py", "--corpus", tmp_path / "train", "--heldout",
+             tmp_path / "heldout", "--tokenizer", tmp_path / "spm.model", "--devices", "1 cpu",
+             "--hours", "1", "--out", out)
+    done = python(*words)
+    assert "--check" in done.stdout and "pack.py" not in done.stdout
+    assert "seq_len = 64" in out.read_text()  # as packed
+    checked = python(ROOT / "launch/pretrain.py", "--config", out, "--deepspeed_config",
+                     ROOT / "ds_configs/zero1_fp32.json", "--check")
+    assert "check passed" in checked.stdout
+    with pytest.raises(AssertionError, match="exists already"):
+        python(*words)

@@ -1,0 +1,148 @@
+"""`[init] from` with another tokenizer: which vector each token begins with, and that all agree."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from data_helpers import make_corpus
+from export_cases import make_release, run_config
+from tokenizer_cases import directory_of
+from transformers import AutoTokenizer
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.run_config import InitConfig, SourceConfig
+from deberta_ds.corpus.extend_tokenizer import extend_tokenizer
+from deberta_ds.release.convert import write_microsoft
+from deberta_ds.release.hf import write_hugging_face
+from deberta_ds.release.initialize import initial_tensors
+from deberta_ds.release.ours import write_ours
+from deberta_ds.release.shape import complete, padded_rows
+from deberta_ds.release.vocabulary import starting_points
+from deberta_ds.tokenizer import Tokenizer
+
+WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
+KINDS = ("sentencepiece", "roberta", "bert_cased", "unigram", "llama", "deberta_v1")
+
+
+def started(tmp_path, source, tokenizer, kind="rtd", **objective):
+    """Return ({parameter: first value}, notes, report) of a run with `tokenizer` from `source`."""
+    run, own = run_config("v3", kind, **objective), Tokenizer(tokenizer)
+    make_corpus(tmp_path / "corpus", [own.encode("The quick brown fox jumps.")] * 9, own)
+    run = dataclasses.replace(
+        run, out_dir=str(tmp_path / "out"), init=InitConfig(source=str(source)),
+        model=dataclasses.replace(run.model, vocab_size=padded_rows(own.size)),
+        data=dataclasses.replace(run.data, tokenizer=str(tokenizer), seq_len=64,
+                                 sources=(SourceConfig(path=str(tmp_path / "corpus")),)))
+    tensors, notes = initial_tensors(run)
+    return tensors, notes, json.loads((tmp_path / "out/vocabulary.json").read_text())
+
+
+@pytest.mark.parametrize("theirs", KINDS)
+@pytest.mark.parametrize("own", KINDS)
+def test_a_token_begins_with_what_its_text_was(own, theirs):
+    """" the" is one token wherever it is one, however a tokenizer marks the space."""
+    own, theirs = Tokenizer(directory_of(own)), Tokenizer(directory_of(theirs))
+    parts, kinds = starting_points(own, theirs)
+    assert [parts[number] for number in own.special_ids.values()] == [
+        [theirs.special_ids[role]] if role in theirs.special_ids else []
+        for role in own.special_ids]
+    if own.sha256 == theirs.sha256:
+        assert parts == [[number] for number in range(own.size)] and not kinds.any()
+    for word in (" the", " quick", " lazy", " language", " of"):
+        ids, known = own.encode_after(word), theirs.encode_after(word)
+        if len(ids) == 1:  # shared where they have it whole, else the pieces that they have
+            assert parts[ids[0]] == known and (kinds[ids[0]] == 0) == (len(known) == 1), word
+    text = own.encode("The quick brown fox jumps over the lazy dog.")
+    assert np.mean(kinds[text] < 2) > 0.7  # the tiny WordPiece has no letter for some
+    marks = own.encode_after(".") + theirs.encode_after(".")
+    assert parts[marks[0]] == marks[1:] and kinds[marks[0]] == 0  # WordPiece, too
+
+
+@pytest.mark.parametrize(("to", "sharing", "tokenizer"), [
+    ("hf", "gdes", "roberta"), ("ms", "nes", "bert_cased"), ("ours", "es", "unigram"),
+    ("ours", "gdes", "grown"), ("hf", "mlm", "grown")])
+def test_every_table_by_id_follows_the_tokenizer(tmp_path, to, sharing, tokenizer):
+    objective = {"kind": "mlm"} if sharing == "mlm" else {"embedding_sharing": sharing}
+    release = make_release("v3", **objective)
+    WRITERS[to](release, tmp_path / "source")
+    theirs, path = Tokenizer(release.tokenizer_files["spm.model"]), tmp_path / "grown"
+    if tokenizer == "grown":
+        extend_tokenizer(theirs.path, path, ["<drug>"], 5, ["an electrocardiogram " * 9])
+    else:
+        path = directory_of(tokenizer)
+    own = Tokenizer(path)
+    tensors, notes, report = started(tmp_path, tmp_path / "source", path, **objective)
+    again, _, _ = started(tmp_path, tmp_path / "source", path, **objective)
+    assert all(torch.equal(tensors[name], again[name]) for name in again)
+    parts, kinds = starting_points(own, theirs)
+    sources = {"words.weight": release.networks().get("generator", release.main).tensors,
+               "discriminator.words.weight": release.main.tensors,
+               f"{'masked_lm' if sharing == 'mlm' else 'generator'}.head.bias":
+               release.networks().get("generator", release.main).tensors}
+    for name, table in tensors.items():
+        if name not in sources:
+            assert padded_rows(own.size) not in table.shape, name
+            continue
+        assert len(table) == padded_rows(own.size)
+        key = "mlm_head.bias" if name.endswith("bias") else \
+            "words.delta" if name[0] == "d" and sharing == "gdes" else "words.weight"
+        old = sources[name][key].double()
+        for number in np.flatnonzero(kinds < 2):
+            wanted = sum(old[part] for part in parts[number]) / len(parts[number])
+            assert torch.allclose(table[number].double(), wanted, atol=1e-6, rtol=0), name
+        shared = torch.tensor(np.flatnonzero(kinds == 0))
+        assert torch.equal(table[shared].float(), old[[parts[n][0] for n in shared]].float())
+        at_random = table[np.flatnonzero(kinds == 2).tolist() + list(range(own.size, len(table)))]
+        assert 0.5 < at_random.std() / old.std() < 2 and len(set(at_random.flatten().tolist())) > 9
+    if tokenizer == "grown":
+        assert (kinds[:theirs.size] == 0).all() and own.size == theirs.size + 6
+    warning, = [note for note in notes if "has other tokens" in note]
+    assert f"{report['shared']['tokens']} tokens shared" in warning
+    assert sum(report[name]["share_of_text"] for name in ("shared", "composed", "random")) \
+        == pytest.approx(1, abs=1e-5)
+
+
+def test_tokens_that_transformers_added_to_an_export_are_read(tmp_path):
+    """spm.model in the same directory was read in their place, without a word."""
+    write_hugging_face(make_release("v3"), tmp_path / "hf")
+    before = Tokenizer(tmp_path / "hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs.add_tokens(["<drug>", "tnf-alpha"])
+    theirs.save_pretrained(tmp_path / "hf")
+    texts = ["a <drug> b", "tnf-alpha again", "The quick brown fox."]
+    after, auto = Tokenizer(tmp_path / "hf"), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert after.size == before.size + 2 and len(after.encode("<drug>")) <= 2
+    assert after.encode_batch(texts) == [auto(text, add_special_tokens=False).input_ids
+                                         for text in texts]
+    tensors, _, report = started(tmp_path, make_source(tmp_path), tmp_path / "hf")
+    assert report["not_shared"].keys() == {"<drug>", "tnf-alpha"}
+    with pytest.raises(UserError, match="adds tokens that spm.model lacks; give the directory"):
+        Tokenizer(tmp_path / "hf/spm.model")
+
+
+def make_source(tmp_path):
+    write_ours(make_release("v3"), tmp_path / "source")
+    return tmp_path / "source"
+
+
+def test_the_shape_follows_a_tokenizer_of_other_tokens(tmp_path):
+    source, path = make_source(tmp_path), directory_of("bert_cased")
+    for tokenizer, rows in ((path, padded_rows(Tokenizer(path).size)),
+                            (source, make_release("v3").main.config.vocab_size)):
+        values = {"init": {"source": str(source)}, "data": {"tokenizer": str(tokenizer)}}
+        origins: dict[str, str] = {}
+        complete(values, origins)
+        assert values["model"]["vocab_size"] == rows
+        assert ("with the tokens of" in origins["model.vocab_size"]) == (tokenizer == path)
+
+
+def test_a_source_whose_tokenizer_has_ids_beyond_its_table_is_refused(tmp_path):
+    source = make_source(tmp_path)
+    extend_tokenizer(source, tmp_path / "grown", [f"<{n}>" for n in range(299)], 0, [])
+    (source / "spm.model").unlink()
+    shutil.copy(tmp_path / "grown/tokenizer.json", source)
+    with pytest.raises(UserError, match="ids, but the token embedding only 640 rows"):
+        started(tmp_path, source, directory_of("bert_cased"))
