@@ -238,8 +238,8 @@ def _mark(module, part: str, count: Count) -> None:
     module.register_forward_hook(lambda *_: setattr(count, "part", before.pop()))
 
 
-def attention_seconds(name: str, args, card: Card) -> float:
-    """Return the time of the kernels of one fused operator, by instructions issued."""
+def attention_kernels(name: str, args, card: Card) -> dict[str, float]:
+    """Return the time of each kernel of one fused operator, by instructions issued."""
     forward = name == "fused_attention"
     q, k = (args[0], args[1]) if forward else (args[2], args[3])
     reach, gathered, keep = (args[8], *args[11:13]) if forward else (args[9], *args[12:14])
@@ -257,19 +257,27 @@ def attention_seconds(name: str, args, card: Card) -> float:
         moving = biases * 2 * near / (card.bandwidth * MEMORY_SHARE)
         return max(card.issuing(pairs / tile * instructions * warps), moving, LEAST_SECONDS)
 
-    biases = seconds("bias", products(queries), 1) + seconds("bias", products(keys), 1)
+    found = {}
+    if forward or not keep:
+        found["bias_kernel"] = seconds("bias", products(queries), 1) + seconds(
+            "bias", products(keys), 1)
     if forward:
-        return biases + seconds("forward", pairs, 2) + LEAST_SECONDS  # and dropout words
+        return found | {"forward_kernel": seconds("forward", pairs, 2),
+                        "bits_kernel": LEAST_SECONDS}
     table = min(2 * radius, keys + queries + GROUP_COLUMNS)
-    total = 2 * seconds("table", batch * heads * table * min(queries, keys) * 0.6, 1)
-    total += seconds("rows", products(queries), 1) + seconds("rows", products(keys), 1)
-    total += 0 if keep else biases
+    found["table_gradient_kernel"] = 2 * seconds(
+        "table", batch * heads * table * min(queries, keys) * 0.6, 1)
+    rows = seconds("rows", products(queries), 1) + seconds("rows", products(keys), 1)
     if gathered:
-        return total + seconds("gathered query", pairs, 3) + seconds("key", pairs, 3)
-    total += seconds("key of long rows" if band.far else "key", near, 4) + seconds("content", near)
+        return found | {"row_gradient_kernel": rows, "key_kernel": seconds("key", pairs, 3),
+                        "query_kernel": seconds("gathered query", pairs, 3)}
+    found["row_gradient_kernel"] = rows + seconds("content", near)
+    found["key_kernel"] = seconds("key of long rows" if band.far else "key", near, 4)
     if band.far:
-        return total + seconds("far query", pairs - near) + seconds("far key", pairs - near)
-    return total + 4 * batch * heads * queries * size / (card.bandwidth * MEMORY_SHARE)  # row_dot
+        found["key_kernel"] += seconds("far key", pairs - near)
+        return found | {"query_kernel": seconds("far query", pairs - near)}
+    moved = 4 * batch * heads * queries * size
+    return found | {"row_dot_kernel": moved / (card.bandwidth * MEMORY_SHARE)}
 
 
 def summarize(run: RunConfig, count: Count, card: Card) -> dict:
@@ -282,7 +290,7 @@ def summarize(run: RunConfig, count: Count, card: Card) -> dict:
     for name, args in count.attention:
         row = parts["attention kernels" + (" backward" if name.endswith("backward") else "")]
         row[0] += 5 if name == "fused_attention" else 11
-        row[3] += attention_seconds(name, args, card)
+        row[3] += sum(attention_kernels(name, args, card).values())
     moved = OPTIMIZER_BYTES * count_parameters(on_meta(build_model, run))
     parts["optimizer"] = [0, moved, 0, moved / (card.bandwidth * MEMORY_SHARE)]
     names = ("kernels", "bytes", "flops", "seconds")

@@ -31,6 +31,7 @@ def main() -> None:
     import torch
 
     from deberta_ds.checkpoint import find
+    from deberta_ds.cluster.driver import count_gpus
     from deberta_ds.data.remote import Cache
     from deberta_ds.data.rows import eval_sequences
     from deberta_ds.evaluate.held_out import evaluate
@@ -38,6 +39,7 @@ def main() -> None:
     from deberta_ds.tokenizer import Tokenizer
     from deberta_ds.training.setup import EVAL_SEED
 
+    device = torch.device("cuda" if count_gpus() else "cpu")
     state, run = find.load_whole_state(options.run)
     corpora = dict(zip(options.data, options.data, strict=True)) if options.data \
         else run.data.heldout_corpora
@@ -63,7 +65,6 @@ def main() -> None:
         scores = score_discriminator(options.run, options.generator, together)
         print(json.dumps(scores, indent=1))
         return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(run, tokenizer.size)
     model.load_state_dict(state)
     scores = evaluate(model.to(device), objective_of(run), device, rows,

@@ -9,7 +9,7 @@ embeddings of the generator + delta, in fp32). The generator is written to DIR/g
 position embeddings of its enhanced mask decoder are in a separate file. The directory is created
 only if AutoModel loads it with the same hidden states. `--onnx` adds onnx/model.onnx for any batch
 size and length, and one for the generator, both compared with PyTorch. README.md is the model card;
-fill in license and languages.
+`--license`, `--language` and `--dataset` are for it.
 `--push` uploads the directory to the Hub (log in with `hf auth login`).
 """
 
@@ -27,6 +27,13 @@ def main() -> None:
                         help="add ONNX files: fp32 (the default), or also int8; needs "
                              "pip install onnx onnxruntime")
     parser.add_argument("--tokenizer", help="tokenizer, if the source has none")
+    parser.add_argument("--license", default="", metavar="NAME",
+                        help="as the Hub names it, such as apache-2.0")
+    parser.add_argument("--language", nargs="+", default=[], metavar="CODE",
+                        help="languages by ISO 639, the main one first, such as de")
+    parser.add_argument("--dataset", nargs="+", default=[], metavar="NAME",
+                        help="names of the corpora on the Hub or in your words, one for each of "
+                             "data.sources (default: the end of its path)")
     parser.add_argument("--push", metavar="NAME/REPOSITORY",
                         help="upload the result to this repository of the Hugging Face Hub")
     parser.add_argument("--private", action="store_true",
@@ -42,7 +49,9 @@ def main() -> None:
     if arguments.push:
         check_repository(arguments.push)
     summary = export(arguments.run, arguments.out, tokenizer=arguments.tokenizer,
-                     onnx=arguments.onnx, repository=arguments.push or "")
+                     onnx=arguments.onnx, repository=arguments.push or "",
+                     license=arguments.license, language=arguments.language,
+                     dataset=arguments.dataset)
     for note in summary.notes:
         if not note.startswith(("main: kept", "generator: kept", "copied")):
             print(f"  {note}")

@@ -24,10 +24,12 @@ def load(path: str):
     import torch
 
     from deberta_ds.cluster import dist
+    from deberta_ds.cluster.driver import count_gpus
     from deberta_ds.release.pretrained import load_backbone
 
+    gpus = count_gpus()
     model = load_backbone(path, for_text=True)
-    if torch.cuda.is_available():
+    if gpus:
         device = torch.device("cuda", dist.local_rank())
         for module in (model.backbone, *(model.masked_lm or ()), model.replaced_token_head):
             if module is not None:

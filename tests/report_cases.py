@@ -5,7 +5,7 @@ import math
 import random
 from html.parser import HTMLParser
 
-VOID = {"meta", "br", "line", "path", "link", "img"}
+VOID = {"meta", "br", "line", "path", "link", "img", "input"}
 
 
 def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
@@ -25,6 +25,7 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
                  "learning_rate": 5e-4 * min(step / 40, (steps - step) / (steps - 40)),
                  "grad_norm": 1 + 3 * math.exp(-step / 30) + noise.random(),
                  "tokens_per_second": 2260 + noise.gauss(0, 40), "flops_per_second": 4.31e10,
+                 "node_memory_bytes": 9e9 + 1e7 * step, "cpu_share": 0.9, "peak_memory_bytes": 2e9,
                  "mfu": 0.31, "eta_seconds": 0.9 * (steps - step)}
                 | time_use(seconds)
                 | kind_only(
@@ -106,7 +107,8 @@ def make_config(name, kind, **run):
         "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": False}},
         "origins": {"model.hidden_size": "launch/runs/demo.toml", "train.steps": "command line"},
         "content_hashes": {"runs/demo/corpus/packed-128": "9f0c2e"}, "parameters": 13_596_289,
-        "world_size": 2, "hardware": "AMD EPYC 9R14", "device": "cpu", "commit": "0123456789",
+        "world_size": 2, "hardware": "AMD EPYC 9R14", "device": "cpu", "commit": "0123456789+",
+        "branch": "longer",
         "kernels": {"attention": {"kernel": "tiled", "why": "not fused: no GPU"},
                     "cross-entropy": {"kernel": "chunked", "why": "not fused: no GPU"}},
         "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.19.8"},

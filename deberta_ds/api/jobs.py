@@ -28,7 +28,7 @@ from deberta_ds.finetuning.tasks import Task
 from deberta_ds.release import shape
 from deberta_ds.release.convert import Summary, convert, seal
 from deberta_ds.report import run_pages
-from deberta_ds.report.model_card import write_card
+from deberta_ds.report.model_card import Publisher, check_publisher, write_card
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 from deberta_ds.training import loop, meters
 
@@ -193,20 +193,24 @@ def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataF
 
 
 def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = None,
-           onnx: str | None = None, repository: str = "") -> Summary:
+           onnx: str | None = None, repository: str = "", license: str = "",
+           language: Sequence[str] = (), dataset: Sequence[str] = ()) -> Summary:
     """Write a run, checkpoint or model as a Hugging Face directory with a model card; check it.
 
-    onnx: "fp32" or "int8" adds ONNX files. `repository` is its name on the Hub, for the card.
+    onnx: "fp32" or "int8" adds ONNX files. `repository` is its name on the Hub, for the card,
+    as are license ("apache-2.0"), language (["de"]) and dataset, a name for each corpus of the run.
     Returns notes, checks and warnings. UserError if it cannot be read, or a check fails.
 
     Examples:
         >>> export(MODEL, OUT + "/exported").checks != ()
         True
     """
+    publisher = Publisher(license, language, dataset)
+    check_publisher(run, publisher)
     summary = convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx)
     out = Path(out)
     try:
-        write_card(run, out, summary, repository)
+        write_card(run, out, summary, repository, publisher)
     finally:
         seal(out)
     return summary

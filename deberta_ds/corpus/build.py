@@ -42,6 +42,7 @@ from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.data.shards import MANIFEST, Manifest, read_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.files import SPM
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
 TRAINED = "sha256"  # written last to OUT/tokenizer
 
@@ -123,7 +124,9 @@ class Build:
 
     def _make_tokenizer(self, planned: list[list[Extent]]) -> Tokenizer:
         out, wanted, given = self.out / "tokenizer", self._recipe.tokenizer, self._tokenizer
-        description = {"tokenizer": given.sha256 if given else asdict(wanted)}
+        description = {"tokenizer": given.sha256 if given else asdict(wanted), "symbols":
+                       read_symbols(wanted.add_tokens) if wanted.add_tokens else [],
+                       "text_rules": TEXT_RULES_VERSION}
         units = None if given else identified(planned, out)
         with job(out, description, finished=TRAINED, units=units) as is_done:
             for name, source in given.files.items() if given and not is_done else ():

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from deberta_ds.base.numbers import format_count, format_value
 from deberta_ds.objectives.base import Metric
@@ -26,12 +27,15 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Series:
-    """One line; `style` is trend (values behind their moving mean), plain, dots or baseline."""
+    """One line; `style` is trend (values behind their moving mean), thin (that mean alone), plain,
+    dots or baseline.
+    """
 
     label: str
     points: Points
     color: str  # name of a CSS variable: never from a file
     style: str
+    clock: Callable[[float], tuple[float, float]] | None = None  # step -> (tokens, seconds)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ class Drawing:
     hover: str  # JSON, for the script
 
     @property
+    def legend(self) -> list[Series]:
+        return [line for line in self.chart.series if line.style != "thin"]
+
+    @property
     def tick_characters(self) -> int:
         return max((len(text) for _, text in self.y_ticks), default=1)
 
@@ -88,7 +96,8 @@ def draw(chart: Chart) -> Drawing:
         marks=[x_of(x) for x in chart.marks],
         strokes=[stroke for line in chart.series for stroke in _strokes(line, x_of, y_of)],
         ends=[] if chart.legend else _ends(chart.series, y_of),
-        hover=json.dumps([_hover(line, chart.unit, x_of) for line in chart.series]))
+        hover=json.dumps([_hover(line, chart.unit) for line in chart.series],
+                         separators=(",", ":")))
 
 
 def _scale(start: float, end: float) -> Callable[[float], float]:
@@ -100,7 +109,7 @@ def _domain(chart: Chart) -> tuple[float, float, str]:
     """Return (low, high, note): all values, or all but a start that would flatten the rest."""
     everything = [y for line in chart.series for _, y in line.points]
     settled = [y for line in chart.series for x, y in line.points
-               if line.style != "trend" or x > 0.05 * chart.last_x] or everything
+               if line.style not in ("trend", "thin") or x > 0.05 * chart.last_x] or everything
     low, high, note = min(everything), max(everything), ""
     if high - low > 1.8 * (max(settled) - min(settled)) and max(settled) > min(settled):
         first = chart.series[0].points[0][1]
@@ -161,6 +170,8 @@ def _strokes(line: Series, x_of: Callable, y_of: Callable) -> list[tuple[str, st
         dots = "".join(f"M{x_of(x)} {y_of(y)}h0" for x, y in line.points)
         return [("line", line.color, path(line.points)), ("dots", line.color, dots)]
     thin, trend, band = summarize(line.points)
+    if line.style == "thin":
+        return [("thin", line.color, path(trend))]
     if line.style == "plain":
         return [("line", line.color, path(thin))]
     strokes = [("line", line.color, path(trend))]
@@ -211,13 +222,13 @@ def _ends(series: list[Series], y_of: Callable) -> list[tuple[float, Series]]:
     return [(round(top, 2), line) for top, _, line in wanted]
 
 
-def _hover(line: Series, unit: str, x_of: Callable) -> dict:
-    points = summarize(line.points)[0]
+def _hover(line: Series, unit: str) -> dict:
+    """Return a line for the script: its points are [x, text of y, y, tokens, seconds]."""
     return {
-        "label": line.label,
-        "baseline": line.style == "baseline",
-        "points": [[x_of(x), f"{x:,.4g}" if x != int(x) else f"{x:,.0f}", format_value(y, unit)]
-                   for x, y in points],
+        "label": line.label, "style": line.style, "color": line.color,
+        "points": [[round(x, 4), format_value(y, unit), float(f"{y:.6g}"),
+                    *(round(value, 1) for value in (line.clock(x) if line.clock else ()))]
+                   for x, y in summarize(line.points)[0]],
     }
 
 
@@ -225,7 +236,14 @@ def _hover(line: Series, unit: str, x_of: Callable) -> dict:
 # What a run did rather than what it learned: drawn as it is, from zero. The third is its headline.
 RUN_CHARTS = ((Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
               (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
-              (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"))
+              (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"),
+              (Metric("peak_memory_bytes", "Peak memory", "GiB, of the first rank.", "bytes"),
+               "Peak"),
+              (Metric("node_memory_bytes", "Memory of the node", "GiB in use, by all processes.",
+                      "bytes"), "Peak"),
+              (Metric("cpu_share", "CPU use", "Of all cores of the first node.", "share"),
+               "Median"),
+              (Metric("gpu_share", "GPU use", "Of the first rank's GPU.", "share"), "Median"))
 _AGREE = 1e-9  # baselines of runs on the same rows
 
 
@@ -237,7 +255,7 @@ def groups(runs: list[Run]) -> list[tuple[str, str, int, list[Drawing]]]:
     several = len(runs) > 1
     rows = "Every logged training step, and the evaluations on fixed held-out sequences."
     found = [
-        ("Learning curves", "One line per run." if several else rows, 2,
+        ("Learning curves", "One color per run." if several else rows, 2,
          _charts([metric for metric in declared if metric.is_loss], runs)),
         ("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
          _charts([metric for metric in declared if not metric.is_loss], runs)),
@@ -267,46 +285,51 @@ def _one_run(metric: Metric, run: Run) -> Drawing:
     color, series = color_of(metric, run), []
     if train:
         soft = f"{color}-soft" if held_out else color
-        series.append(Series("training", train, soft, "trend"))
+        series.append(Series("training", train, soft, "trend", run.clock))
     if held_out:
-        series.append(Series("held out", held_out, color, "dots"))
+        series.append(Series("held out", held_out, color, "dots", run.clock))
     headline = format_value(series[-1].points[-1][1], metric.unit)
     if base := _baseline(metric, run):
-        series.append(Series(baseline_name(metric), base, "base", "baseline"))
+        series.append(Series(baseline_name(metric), base, "base", "baseline", run.clock))
     return draw(Chart(metric.key, metric.title, metric.note, metric.unit, series, headline,
                       last_x=run.last_step, marks=run.resumed_at, mark_name="resumed"))
 
 
 def _several(metric: Metric, runs: list[Run]) -> Drawing:
-    """One line a run: held-out rows where every run was evaluated, else training rows."""
+    """Dots for the held-out sequences of each run, and a thin line for its training sequences."""
     having = [(n, run) for n, run in enumerate(runs) if metric in run.metrics]
-    kind = "eval" if all(run.points("eval", metric.key) for _, run in having) else "train"
-    style = "dots" if kind == "eval" else "trend"
-    series = [Series(run.name, points, f"run{n}", style) for n, run in having
-              if (points := run.points(kind, metric.key))]
+    series: list[Series] = []
+    for n, run in having:
+        train, held_out = run.points("train", metric.key), run.points("eval", metric.key)
+        if train and held_out:
+            series.insert(0, Series(f"{run.name}, training", train, f"run{n}", "thin", run.clock))
+        series.append(Series(run.name, held_out or train, f"run{n}",
+                             "dots" if held_out else "trend", run.clock))
+    note = "Thin lines: training; dots: held out." if series[0].style == "thin" else ""
     bases = [(n, base) for n, run in having if (base := _baseline(metric, run))]
     if bases and len({round(base[-1][1] / _AGREE) for _, base in bases}) == 1:
         longest = max((base for _, base in bases), key=lambda base: base[-1][0])
-        series.append(Series(baseline_name(metric), longest, "base", "baseline"))
+        furthest = max((run for _, run in having), key=lambda run: run.last_step)
+        series.append(Series(baseline_name(metric), longest, "base", "baseline", furthest.clock))
     else:
-        series += [Series(f"{baseline_name(metric)}, {runs[n].name}", base, f"run{n}", "baseline")
-                   for n, base in bases]
-    rows = "Held-out sequences." if kind == "eval" else "Training sequences."
-    return draw(Chart(metric.key, metric.title, f"{metric.note} {rows}", metric.unit, series,
+        series += [Series(f"{baseline_name(metric)}, {runs[n].name}", base, f"run{n}", "baseline",
+                          runs[n].clock) for n, base in bases]
+    return draw(Chart(metric.key, metric.title, f"{metric.note} {note}", metric.unit, series,
                       last_x=max(run.last_step for run in runs), legend=True))
 
 
 def _run_chart(metric: Metric, headline: str, runs: list[Run]) -> list[Drawing]:
-    series = [Series(run.name if len(runs) > 1 else "", points,
-                     f"run{n}" if len(runs) > 1 else "main", "plain")
+    one, factor = len(runs) == 1, 2.0**-30 if metric.unit == "bytes" else 1.0
+    series = [Series("" if one else run.name, [(x, factor * y) for x, y in points],
+                     "main" if one else f"run{n}", "plain", run.clock)
               for n, run in enumerate(runs) if (points := run.points("train", metric.key))]
     if not series:
         return []
-    one = len(runs) == 1
-    value = max(y for _, y in series[0].points) if headline == "Peak" else runs[0].middle(
-        metric.key)
-    return [draw(Chart(metric.key, metric.title, metric.note, metric.unit, series,
-                       format_value(value, metric.unit) if one else "", headline if one else "",
+    values = [y for _, y in series[0].points]
+    value = max(values) if headline == "Peak" else median(values)
+    unit = "number" if metric.unit == "bytes" else metric.unit
+    return [draw(Chart(metric.key, metric.title, metric.note, unit, series,
+                       format_value(value, unit) if one else "", headline if one else "",
                        from_zero=True, last_x=max(run.last_step for run in runs), legend=True))]
 
 

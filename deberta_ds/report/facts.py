@@ -112,13 +112,13 @@ def _resumed(run: Run) -> str:
     return f"resumed at step {', '.join(places)}" if places else ""
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: Run, price: float | None = None) -> list[Tile]:
     """Return the model, the work done, what was learned, and what it cost."""
     learned = [_learned(metric, run) for metric in run.metrics if metric.in_tile]
     size = run.saved.parameters
     parameters = Tile("parameters", "Parameters", format_value(size, "count"),
                       f"vocabulary of {run.saved.run.model.vocab_size:,}", size)
-    return [_model(run), parameters, _tokens(run), _speed(run), *learned, *_costs(run)]
+    return [_model(run), parameters, _tokens(run), _speed(run), *learned, *_costs(run, price)]
 
 
 def _learned(metric: Metric, run: Run) -> Tile:
@@ -160,17 +160,31 @@ def _speed(run: Run) -> Tile:
     return Tile("tokens_per_second", "Throughput", format_value(speed, "count"), note, speed)
 
 
-def _costs(run: Run) -> list[Tile]:
-    """Return time, and memory and goodput where they were measured."""
+def cost(run: Run, price: float) -> tuple[float, float]:
+    """Return (hours of all ranks that were paid for, starts and repeated steps too; their cost)."""
+    lost = run.time_use.get("starts and repeated steps", 0.0) * run.world_sizes()[-1]
+    hours = (run.rank_seconds() + lost) / 3600
+    return hours, hours * price
+
+
+def _costs(run: Run, price: float | None) -> list[Tile]:
+    """Return time, cost, machine and source; memory and goodput where they were measured."""
     seconds, sizes = run.training_seconds(), run.world_sizes()
     of = "GPU" if run.saved.device == "cuda" else "rank"
     ranks = (f"{sizes[0]:,} to " if len(sizes) > 1 else "") + counted(sizes[-1], of)
     hours = run.rank_seconds() / 3600
     note = f"{ranks} · {hours:,.{2 if hours < 10 else 0}f} {of}-hours"
     found = [Tile("seconds", "Training time", format_duration(seconds), note, seconds)]
+    if price is not None:
+        paid, whole = cost(run, price)
+        found.append(Tile("cost", "Cost", f"{whole:,.2f}", f"{paid:,.2f} {of}-hours at {price:g}, "
+                          "starts and repeated steps included", whole))
     if run.saved.hardware:
-        source = f"source at {run.saved.commit[:7]}" if run.saved.commit else ""
-        found.append(Tile("hardware", "Hardware", run.saved.hardware, source, is_name=True))
+        found.append(Tile("hardware", "Hardware", run.saved.hardware, ranks, is_name=True))
+    if commit := run.saved.commit:
+        notes = [f"branch {run.saved.branch}"] if run.saved.branch else []
+        notes += ["with uncommitted changes"] if commit.endswith("+") else []
+        found.append(Tile("commit", "Source", commit[:7], ", ".join(notes), is_name=True))
     others = dict(run.saved.kernels)  # {part of the model: the kernel it took, and why}
     if attention := others.pop("attention", None):
         names = ", ".join(f"{part} {one.get('kernel', '')}" for part, one in others.items())
@@ -179,7 +193,8 @@ def _costs(run: Run) -> list[Tile]:
     if peaks := [value for _, value in run.points("train", "peak_memory_bytes")]:
         found.append(Tile("peak_memory_bytes", "Peak memory", format_value(max(peaks), "bytes"),
                           "of the first rank", max(peaks)))
-    if (share := run.last("goodput")) is not None:
+    if whole := sum(run.time_use.values()):
+        share = run.time_use["steps"] / whole
         found.append(Tile("goodput", "Goodput", format_value(share, "share"),
                           "of its jobs' time went into steps that count", share))
     return found

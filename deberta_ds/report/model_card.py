@@ -1,12 +1,13 @@
 """The model card of an exported or fine-tuned directory: README.md, which the Hub shows.
 
 Facts come from the checkpoint and its run's metrics.jsonl, from a fine-tuned run's result.json, and
-from the directory itself; what is not known is left out. License, languages and data sets are not
-known here.
+from the directory itself; what is not known is left out. License, languages and names of the data
+are the publisher's to say (`Publisher`).
 """
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,7 +19,7 @@ from deberta_ds import __version__
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
-from deberta_ds.base.numbers import format_value
+from deberta_ds.base.numbers import counted, format_value
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.run_record import read_run_record
@@ -30,6 +31,7 @@ from deberta_ds.finetuning.tasks import TEST, Task
 from deberta_ds.objectives.build import OBJECTIVES
 from deberta_ds.release.convert import Summary
 from deberta_ds.release.hf import GENERATOR_DIRECTORY
+from deberta_ds.release.reader import SIDE_FILE
 from deberta_ds.release.tensors import SAFETENSORS
 from deberta_ds.report.pages import TEMPLATES
 from deberta_ds.report.rundata import READ, Count, Score, Text, baseline_name, checked, read_checked
@@ -43,7 +45,7 @@ _ENCODER = '''from transformers import AutoModel, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{0}")
 model = AutoModel.from_pretrained("{0}")
-states = model(**tokenizer("A text.", return_tensors="pt")).last_hidden_state'''
+states = model(**tokenizer("{1}", return_tensors="pt")).last_hidden_state'''
 _HEAD = '''from transformers import AutoModel{1}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{0}")
@@ -64,12 +66,45 @@ _METRICS = {"f1": "f1", "accuracy": "accuracy", "em": "exact_match", "pearson": 
             "spearman": "spearmanr", "matthews": "matthews_correlation"}  # to the Hub's names
 
 
+# A sentence and the word to mask, by language; digits are of every language.
+_SAMPLES = {
+    "en": ("Paris is the capital of France.", "capital"),
+    "de": ("Paris ist die Hauptstadt von Frankreich.", "Hauptstadt"),
+    "fr": ("Paris est la capitale de la France.", "capitale"),
+    "es": ("París es la capital de Francia.", "capital"),
+    "it": ("Parigi è la capitale della Francia.", "capitale"),
+    "pt": ("Paris é a capital da França.", "capital"),
+    "nl": ("Parijs is de hoofdstad van Frankrijk.", "hoofdstad"),
+    "pl": ("Paryż jest stolicą Francji.", "stolicą"),
+    "zh": ("巴黎是法国的首都。", "首都"), "ja": ("パリはフランスの首都です。", "首都"),
+    "": ("1, 2, 3, 4, 5", "3")}
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """What a publisher says of a model: an identifier of the Hub, its languages (ISO 639), and the
+    names of the data, one for each corpus of the run in its order.
+    """
+
+    license: str = ""
+    language: Sequence[str] = ()
+    dataset: Sequence[str] = ()
+
+    @property
+    def sample(self) -> tuple[str, str]:
+        return _SAMPLES.get(self.language[0] if self.language else "", _SAMPLES[""])
+
+
+_SILENT = Publisher()
+
+
 @dataclass
 class Training:
     """What a source says of how its model came about; empty where it says nothing."""
 
     data: list[tuple[str, ...]] = field(default_factory=list)
     seen: str = ""
+    seq_len: int = 0
     scores: list[tuple[str, ...]] = field(default_factory=list)
     scores_note: str = ""
     settings: list[tuple[str, str]] = field(default_factory=list)
@@ -109,31 +144,46 @@ def write_finetuned_card(out: Path, task: str, seed: int) -> None:
         write_card(out / name, out / name, Summary((), (), ()), str(name))
 
 
-def write_card(source: str | Path, out: Path, summary: Summary, repository: str = "") -> Path:
+def write_card(source: str | Path, out: Path, summary: Summary, repository: str = "",
+               publisher: Publisher = _SILENT) -> Path:
     """Write the card of `out`, which was exported from `source`; return its path.
 
     repository: the name under which others will load it.
     """
     path = out / CARD
-    write_atomic(path, model_card(local_copy(source), out, summary, repository or str(out)))
+    write_atomic(path, model_card(local_copy(source), out, summary, repository or str(out),
+                                  publisher))
     return path
 
 
-def model_card(source: Path, out: Path, summary: Summary, name: str) -> str:
+def check_publisher(source: str | Path, publisher: Publisher) -> None:
+    """UserError if a run has another number of corpora than `publisher` names."""
+    if not publisher.dataset:
+        return
+    paths = [row[0] for row in _of_source(local_copy(source), _SILENT).data]
+    if paths and len(paths) != len(publisher.dataset):
+        raise UserError(f"--dataset gives {counted(len(publisher.dataset), 'name')}, but the run "
+                        f"has {len(paths)} (data.sources: {', '.join(paths)}); give one for each, "
+                        "in this order")
+
+
+def model_card(source: Path, out: Path, summary: Summary, name: str, publisher: Publisher) -> str:
     """Return the card as Markdown with a block of metadata."""
     values = read_json(out / "config.json")
     architecture = values["architectures"][0]
     head = architecture.removeprefix("DebertaV2").removeprefix("Deberta")
     has_generator = (out / GENERATOR_DIRECTORY).is_dir()
     is_discriminator = any("replaced-token head" in note for note in summary.notes)
-    training = _of_source(source)
+    training = _of_source(source, publisher)
     environment = Environment(loader=FileSystemLoader(TEMPLATES), trim_blocks=True,
                               lstrip_blocks=True, undefined=StrictUndefined)
     title = Path(name).parent.as_posix() if source == out else Path(name).name
     return environment.get_template("model_card.md").render(
-        name=_cell(title), directory=name, what=_what(architecture, is_discriminator),
+        name=_cell(title), directory=name, publisher=publisher, side_file=_side_file(out),
+        task_type=_PIPELINES.get(head, "fill-mask" if head == "ForMaskedLM" else "multiple-choice"),
+        what=_what(architecture, is_discriminator),
         pipeline_tag=_PIPELINES.get(head, ""), tags=_tags(values, head, is_discriminator),
-        shape=_shape(values, out), usage=_usage(name, head, training),
+        shape=_shape(values, out), usage=_usage(name, head, training, publisher),
         note=DISCRIMINATOR if is_discriminator else
         NO_CLASS if training.about and head == "Model" else "",
         fill_mask="the generator in `generator/`" if has_generator else
@@ -179,30 +229,40 @@ def count_parameters(weights: Path) -> int:
     return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def _usage(name: str, head: str, training: Training) -> str:
+def _side_file(out: Path) -> str:
+    """Return "12.3 MB" of the heads that transformers has no place for; "" if there is none."""
+    path = out / SIDE_FILE
+    return f"{path.stat().st_size / 1e6:,.1f} MB" if path.is_file() else ""
+
+
+def _usage(name: str, head: str, training: Training, publisher: Publisher) -> str:
     if head in ("Model", "ForMaskedLM"):
-        return _ENCODER.format(name)
+        return _ENCODER.format(name, publisher.sample[0])
     if head in ("ForMultipleChoice", "ForQuestionAnswering"):  # transformers 5 has no pipeline
         return _HEAD.format(name, head)
     return _PIPELINE.format(name, _PIPELINES[head], training.pipeline_options)
 
 
-def _of_source(source: Path) -> Training:
+def _of_source(source: Path, publisher: Publisher) -> Training:
     if (source / "run.json").is_file() or (source / "checkpoints").is_dir():
-        return _of_checkpoint(newest(source))
+        return _of_checkpoint(newest(source), publisher)
     finetuned = find_finetuned(source)
     return _of_finetuned(finetuned) if is_finetuned(finetuned) else Training()
 
 
-def _of_checkpoint(directory: Path) -> Training:
+def _of_checkpoint(directory: Path, publisher: Publisher) -> Training:
     record = read_run_record(directory)
     run = record.config
     training = Training(seen=f"{record.tokens_seen:,} tokens in {record.sequences_seen:,} "
-                             "sequences were read in training, repetitions counted.")
+                             "sequences were read in training, repetitions counted.",
+                        seq_len=run["data"]["seq_len"])
     whole = sum(source["weight"] for source in run["data"]["sources"])
-    training.data = [_corpus(source["path"], source["weight"] / whole,
+    paths = [source["path"] for source in run["data"]["sources"]]
+    training.data = [_corpus(source["path"], name, source["weight"] / whole,
                              record.content_hashes.get(source["path"], ""))
-                     for source in run["data"]["sources"]]
+                     for source, name in zip(run["data"]["sources"],
+                                             publisher.dataset or [_end(path, 2) for path in paths],
+                                             strict=True)]
     objective, train, optim = run["objective"], run["train"], run["optim"]
     mask = objective["mask"]
     masked = [("masked share of the tokens", _on_line(mask["rate"], mask["final_rate"]))]
@@ -234,7 +294,7 @@ def _on_line(first: float, last: float | None) -> str:
     return f"{first} to {last}, linearly" if last else f"{first}"
 
 
-def _corpus(path: str, share: float, content_hash: str) -> tuple[str, ...]:
+def _corpus(path: str, name: str, share: float, content_hash: str) -> tuple[str, ...]:
     """Return a row of the table; the counts are known where the shards still lie."""
     documents = tokens = "–"
     try:
@@ -242,7 +302,7 @@ def _corpus(path: str, share: float, content_hash: str) -> tuple[str, ...]:
         documents, tokens = f"{manifest.documents:,}", f"{manifest.tokens:,}"
     except (UserError, OSError):
         pass  # trained elsewhere, or the shards are gone: the content hash stays
-    return _cell(path), f"{share:.1%}", documents, tokens, f"`{_cell(content_hash)}`"
+    return _cell(name), f"{share:.1%}", documents, tokens, f"`{_cell(content_hash)}`"
 
 
 def _add_scores(training: Training, records: list[dict], step: int, kind: str) -> None:
@@ -251,9 +311,12 @@ def _add_scores(training: Training, records: list[dict], step: int, kind: str) -
         return
     last = max(evaluations, key=lambda one: one["step"])
     training.scores_note = f"On held-out sequences at step {last['step']:,}."
-    for metric in OBJECTIVES[kind].METRICS:
-        if last.get(metric.key) is None:
-            continue
+    measured = [metric for metric in OBJECTIVES[kind].METRICS if last.get(metric.key) is not None]
+    training.results.append({"dataset": {"type": "held-out", "name": "held-out sequences"},
+                             "metrics": [{"type": metric.key, "name": metric.title,
+                                          "value": round(last[metric.key], 6)}
+                                         for metric in measured]})
+    for metric in measured:
         baseline = metric.baseline_of(last)
         training.scores.append((metric.title, format_value(last[metric.key], metric.unit),
                                 "" if baseline is None else

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import nn
 
-from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import format_duration, format_value
 from deberta_ds.evaluate.fill_mask import Filling, fill_mask, load_masked_lm
@@ -21,29 +20,29 @@ from deberta_ds.report.rundata import RESULTS_FILE, Run, read_run, read_sweep
 from deberta_ds.report.tables import Cell, Table
 
 PAGE = "report.html"
-MAX_COMPARED = 5  # colors that people tell apart at a glance
 PROPOSALS = 4  # for a mask
-_TIMES = {"steps": "main", "saves": "second", "evaluations": "main-soft",
-          "starts and repeated steps": "amber"}
-_KEYS = ("seconds", "saves_seconds", "evaluations_seconds", "restarts_seconds")
+_TIME_COLORS = ("main", "second", "main-soft", "amber")
 
 
-def write_runs(path: str | Path, directories: list[str | Path],
-               masked_texts: Sequence[str] = ()) -> None:
+def write_runs(path: str | Path, directories: list[str | Path], masked_texts: Sequence[str] = (),
+               price: float | None = None, live_seconds: int = 0) -> list[Run]:
     """Write the page of one run, or of several side by side; UserError names what is damaged.
 
     With `masked_texts` the page shows what each run's newest checkpoint puts for their masks.
+    price: of an hour of one GPU (or CPU rank). live_seconds: as long as a run is going on, the page
+    reloads itself this often. Returns what was read.
     """
-    _check_number("runs", directories)
     runs = [read_run(directory) for directory in directories]
     filled = [filled_masks(directory, masked_texts) if masked_texts else None
               for directory in directories]
-    write_atomic(path, runs_page(runs, filled))
+    if not any(run.is_running for run in runs):
+        live_seconds = 0
+    write_atomic(path, runs_page(runs, filled, price, live_seconds))
+    return runs
 
 
 def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
     """Write the page of the first fine-tuning sweep, with the others' scores next to it."""
-    _check_number("sweeps", directories)
     first, *compared = [read_sweep(Path(directory) / RESULTS_FILE) for directory in directories]
     write_atomic(path, render(
         "sweep.html", sweep=first, mean=format_value(first.mean, "share"),
@@ -63,20 +62,16 @@ def write_results(out: Path, results: Mapping, compared: Sequence[Path] = ()) ->
     return f"\nwrote {out / RESULTS_FILE} and {out / PAGE}"
 
 
-def _check_number(what: str, directories: list) -> None:
-    if not 1 <= len(directories) <= MAX_COMPARED:
-        raise UserError(f"a page shows 1 to {MAX_COMPARED} {what}, {len(directories)} were named")
-
-
-def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
+def runs_page(runs: list[Run], filled: list[Table | None], price: float | None = None,
+              live_seconds: int = 0) -> str:
     """Return the page of `runs` as one HTML document."""
     one = runs[0] if len(runs) == 1 else None
     return render(
-        "runs.html",
+        "runs.html", live_seconds=live_seconds,
         names=[run.name for run in runs],
         header=facts.header(one) if one else None,
-        tiles=facts.tiles(one) if one else [],
-        comparison=None if one else tables.comparison(runs),
+        tiles=facts.tiles(one, price) if one else [],
+        comparison=None if one else tables.comparison(runs, price),
         differences=None if one else tables.differences(runs),
         groups=charts.groups(runs),
         times=[bar for run in runs if (bar := _time_bar(run))],
@@ -104,21 +99,14 @@ class Part:
 
 
 def _time_bar(run: Run) -> tuple[str, str, list[Part]] | None:
-    """Return (name, time, parts of the bar) of a run's newest record that says where it went."""
-    records = [record for record in run.train + run.events
-               if all(record.get(key) is not None for key in _KEYS)]
-    if not records:
-        return None
-    newest = max(records, key=lambda r: (r["step"], r["seconds"] + r["restarts_seconds"]))
-    training, saves, evaluations, restarts = (newest[key] for key in _KEYS)
-    values = [training - saves - evaluations, saves, evaluations, restarts]
-    whole = sum(values)
-    if min(values) < 0 or whole <= 0:  # not what a run writes
+    """Return (name, time, parts of the bar) of where a run's time went, None if not known."""
+    whole = sum(run.time_use.values())
+    if not whole:
         return None
     return run.name, format_duration(whole), [
         Part(name, color, seconds, round(100 * seconds / whole, 2),
              f"{seconds / whole:.1%}, {format_duration(seconds)}")
-        for (name, color), seconds in zip(_TIMES.items(), values, strict=True)]
+        for (name, seconds), color in zip(run.time_use.items(), _TIME_COLORS, strict=True)]
 
 
 def filled_masks(run_directory: str | Path, texts: Sequence[str]) -> Table:

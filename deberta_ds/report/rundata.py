@@ -1,11 +1,13 @@
 """A run directory as the page reads it: metrics.jsonl, config.json and optional results."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
@@ -22,6 +24,7 @@ RESULTS_FILE = "results.json"
 # Strict about types; keys that a page does not draw may be there.
 READ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 _MOST_NAMED = 3
+_TIME_KEYS = ("seconds", "saves_seconds", "evaluations_seconds", "restarts_seconds")
 
 Score = Annotated[float, Field(ge=-1, le=1)]
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -147,6 +150,7 @@ class _Saved:
     kernels: dict[str, dict[str, str]]  # {idea: its kernel and why}
     device: str  # cpu or cuda
     commit: str
+    branch: str = ""
 
 
 @checked(config=READ, frozen=True)
@@ -230,6 +234,32 @@ class Run:
     def world_sizes(self) -> list[int]:
         """Return the numbers of ranks that trained, each once, in order."""
         return sorted({ranks for _, ranks in self._stretches()} or {self.saved.world_size})
+
+    @cached_property
+    def time_use(self) -> dict[str, float]:
+        """Seconds of steps, saves, evaluations and restarts over all starts; {} if not known."""
+        records = [record for record in self.train + self.events
+                   if all(record.get(key) is not None for key in _TIME_KEYS)]
+        if not records:
+            return {}
+        newest = max(records, key=lambda r: (r["step"], r["seconds"] + r["restarts_seconds"]))
+        training, *others = (newest[key] for key in _TIME_KEYS)
+        values = [training - others[0] - others[1], *others]
+        if min(values) < 0 or sum(values) <= 0:  # not what a run writes
+            return {}
+        return dict(zip(("steps", "saves", "evaluations", "starts and repeated steps"), values,
+                        strict=True))
+
+    @cached_property
+    def clock(self) -> Callable[[float], tuple[float, float]]:
+        """The map from a step to (tokens seen, seconds of training) by then."""
+        steps, tokens, seconds = [0], [0], [0.0]
+        for record, (elapsed, _) in zip(self.train, self._stretches(), strict=True):
+            steps.append(record["step"])
+            tokens.append(record.get("tokens_seen") or tokens[-1])
+            seconds.append(seconds[-1] + elapsed)
+        return lambda step: (float(np.interp(step, steps, tokens)),
+                             float(np.interp(step, steps, seconds)))
 
     def _stretches(self) -> Iterator[tuple[float, int]]:
         """Yield (seconds of training, number of ranks) between every two training records."""

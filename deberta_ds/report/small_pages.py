@@ -17,6 +17,7 @@ from deberta_ds.report.tables import Cell, Table
 
 PARTS = (("weights", "main"), ("optimizer", "main-soft"),
          ("forward, backward and update", "second-soft"), ("reserve", "base"))
+_SHORT = 0.6  # of a GPU's memory: bars below are not drawn to its scale
 _WIDEST = 2.5  # times a GPU's memory: a bar that is longer ends there
 
 
@@ -24,13 +25,17 @@ def plan_page(title: str, facts: list[str], choices: list[Choice], name: str, gp
               ranks: int) -> str:
     """Return one self-contained HTML document."""
     best, limit = recommended(choices), gpu.memory
-    scale = min(max(limit, *(sum(_segments(choice)) for choice in choices)), _WIDEST * limit)
+    largest = max(sum(_segments(choice)) for choice in choices)
+    scale = min(max(limit, largest), _WIDEST * limit)
+    if largest < _SHORT * limit:
+        scale = 1.05 * largest  # the card's line is then off the frame, and said in words
     return render(
         "plan.html", title=title, facts=facts, gpu=name.upper(), parts=PARTS,
         best=best and f"ZeRO-{best.stage}, activation checkpointing {best.checkpointing}",
         cost=best and f"{best.days:.1f} days, {best.days * 24 * ranks:,.0f} GPU-hours",
         bars=[(*_bar(choice, scale), _kind(choice, best)) for choice in choices],
         limit=round(100 * limit / scale, 2), limit_text=f"{limit / 1e9:.0f} GB",
+        times=f"{limit / largest:.1f}",
         table=_table(choices, ranks, best))
 
 

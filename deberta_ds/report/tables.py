@@ -8,7 +8,7 @@ from deberta_ds.base.numbers import format_duration, format_value
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.objectives.base import Metric
 from deberta_ds.report.charts import color_of
-from deberta_ds.report.facts import header
+from deberta_ds.report.facts import cost, header
 from deberta_ds.report.rundata import Run, Stage, baseline_name
 from deberta_ds.tracking.records import corpora_of
 
@@ -46,11 +46,12 @@ def number(value: float | None, unit: str, kind: str = "n") -> Cell:
     return Cell(format_value(value, unit), value, kind)
 
 
-def comparison(runs: list[Run]) -> Table:
+def comparison(runs: list[Run], price: float | None = None) -> Table:
     """Return the table that stands in for the tiles when several runs share a page."""
     declared = list({metric.key: metric for run in runs for metric in run.metrics
                      if metric.in_tile}.values())
-    head = ["State", "Step", "Tokens", "Tokens/s", "Time", *(m.title for m in declared)]
+    head = ["State", "Step", "Tokens", "Tokens/s", "Time", *["Cost"] * (price is not None),
+            *(m.title for m in declared)]
     rows = []
     for n, run in enumerate(runs):
         cells = [Cell(run.name, kind="name", color=f"run{n}"), Cell(header(run).state, kind="what"),
@@ -58,6 +59,9 @@ def comparison(runs: list[Run]) -> Table:
                  number(run.last("tokens_seen"), "count"),
                  number(run.middle("tokens_per_second"), "count"),
                  number(run.training_seconds(), "duration")]
+        if price is not None:
+            paid = cost(run, price)[1]
+            cells.append(Cell(f"{paid:,.2f}", paid))
         scores = run.scores if run.evals else {}
         rows.append(cells + [number(scores.get(m.key), m.unit) for m in declared])
     return Table("", "", [Cell("Run", kind=""), Cell(head[0], kind=""), *map(Cell, head[1:])], rows)

@@ -1,6 +1,6 @@
 """How a run speaks: the console (rank 0), metrics.jsonl and the trackers (TensorBoard and others).
 
-The console shows the records of metrics.jsonl as aligned columns of at most 100 characters. Which
+The console shows the records of metrics.jsonl as aligned columns of at most 80 characters. Which
 numbers, the caller says: the metrics that its objective declares (`objectives.base.Metric`).
 torch is imported only when the first TensorBoard value is written.
 """
@@ -22,7 +22,7 @@ from deberta_ds.tracking import records, trackers
 from deberta_ds.tracking.records import METRICS_FILE
 
 HEADER_EVERY_LINES = 20
-WIDTH = 100
+WIDTH = 80
 
 _DIM, _BOLD, _GREEN, _RED, _CYAN = "\033[2m", "\033[1m", "\033[32m", "\033[31m", "\033[36m"
 _RESET = "\033[0m"
@@ -48,17 +48,20 @@ class _Column:
 
 
 _LOSS = _Column("loss", 9, "{:.4f}".format, "loss")
-_SPEED = _Column("tok/s", 7, format_count, "tokens_per_second")
-_PEAK_SHARE = _Column("MFU", 7, "{:.1%}".format, "mfu")
-_FLOPS = _Column("GFLOP/s", 8, lambda value: _giga(value), "flops_per_second")
-_PROGRESS = (_Column("lr", 9, "{:.2e}".format, "learning_rate"),
-           _Column("grad", 7, "{:.4g}".format, "grad_norm"),
-           _Column("ETA", 8, format_duration, "eta_seconds"))
+_SPEED = _Column("tok/s", 5, format_count, "tokens_per_second")
+_PEAK_SHARE = _Column("MFU", 6, "{:.1%}".format, "mfu")
+_FLOPS = _Column("GFLOP/s", 7, lambda value: _giga(value), "flops_per_second")
+_PROGRESS = (_Column("lr", 6, lambda value: format_value(value, "rate"), "learning_rate"),
+             _Column("grad", 6, lambda value: f"{value:.3g}" if value < 1e3
+                     else format_count(value), "grad_norm"),
+             _Column("ETA", 6, lambda value: format_duration(value).replace(" ", ""),
+                     "eta_seconds"))
 
 
 def _columns(metrics: Sequence, record: dict[str, Any]) -> list[_Column]:
     """Return the console columns of training records: what `metrics` declare, speed, progress."""
-    learned = [_Column(metric.on_console, 7 if metric.unit == "gain" else 9,
+    learned = [_Column(metric.on_console, 7 if metric.unit == "gain" else
+                       max(8, len(metric.on_console)),
                        ("{:+.4f}" if metric.unit == "gain" else "{:.4f}").format, metric.key,
                        metric.unit == "gain")
                for metric in metrics if metric.on_console]
@@ -87,7 +90,7 @@ class RunLog:
         self.problem = ""
         self._is_main = is_main
         self._metrics = tuple(metrics)
-        self._total = f"/{total_steps:,}" if total_steps else ""
+        self._total = f" of {format_count(total_steps)}" if total_steps else ""
         self._stream = stream or sys.stdout
         self._colored = self._stream.isatty() and "NO_COLOR" not in os.environ
         self._track = track
@@ -166,13 +169,12 @@ class RunLog:
 
     def _show_train(self, record: dict[str, Any]) -> None:
         columns = _columns(self._metrics, record)
-        step_width = max(7, 2 * len(self._total) - 1) if self._total else 10
         if self._lines_until_header == 0:
             titles = " ".join(f"{column.title:>{column.width}}" for column in columns)
-            self._print(self._paint(_DIM, f"{'time':>8} {'step':>{step_width}} {titles}"))
+            self._print(self._paint(_DIM, f"time{'step' + self._total:>14} {titles}"))
             self._lines_until_header = HEADER_EVERY_LINES
         self._lines_until_header -= 1
-        cells = [self._time(), f"{record['step']:,}{self._total}".rjust(step_width)]
+        cells = [self._time(), f"{record['step']:,}".rjust(9)]
         for column in columns:
             value = record.get(column.key)
             cell = ("-" if value is None else column.text(value)).rjust(column.width)
@@ -182,22 +184,28 @@ class RunLog:
         self._print(" ".join(cells))
 
     def _show_eval(self, record: dict[str, Any]) -> None:
-        """Show an evaluation, a paragraph per network: each number next to its baseline."""
+        """Show an evaluation as a table: network, metric, value and baseline."""
         self._print(self._time() + self._paint(_BOLD + _CYAN,
                                                f"  evaluation at step {record['step']:,}"))
-        for network in dict.fromkeys(metric.network for metric in self._metrics):
-            parts = [_beside_baseline(metric, record) for metric in self._metrics
-                     if metric.network == network and record.get(metric.key) is not None]
-            if parts:
-                first, *more = textwrap.wrap("   ".join(part.replace(" ", "\0") for part in parts),
-                                             WIDTH - 24, break_long_words=False)
-                lines = [f"{'':10}{network:<14}{first}", *(f"{'':24}{line}" for line in more)]
-                self._print("\n".join(lines).replace("\0", " "))
+        network = ""
+        for metric in self._metrics:
+            if record.get(metric.key) is None:
+                continue
+            name, network = metric.network * (metric.network != network), metric.network
+            value, baseline = record[metric.key], metric.baseline_of(record)
+            line = f"{'':10}{name:<14}{metric.short_title:<20}" \
+                   f"{format_value(value, metric.unit):>10}"
+            if baseline is not None:
+                line += f"   {metric.baseline[0]} {format_value(baseline, metric.unit)}"
+            self._print(line)
         for name in records.corpora_of(record):
-            shown = [f"{metric.title} {format_value(record[key], metric.unit)}"
+            shown = [f"{metric.title} {format_value(record[key], metric.unit)}".replace(" ", "\0")
                      for metric in self._metrics
                      if record.get(key := f"{metric.key}/{name}") is not None]
-            self._print(f"{'':10}{name:<13} {'   '.join(shown)}")
+            lines = textwrap.wrap("   ".join(shown), WIDTH - 24, break_long_words=False,
+                                  break_on_hyphens=False)
+            self._print("\n".join(f"{'':10}{name * (not k):<13} {line}"
+                                  for k, line in enumerate(lines)).replace("\0", " "))
         self._lines_until_header = 0
 
     def _time(self) -> str:
@@ -208,10 +216,3 @@ class RunLog:
 
     def _print(self, line: str) -> None:
         tell(line, self._stream)
-
-
-def _beside_baseline(metric, record: dict[str, Any]) -> str:
-    text = f"{metric.short_title} {format_value(record[metric.key], metric.unit)}"
-    baseline = metric.baseline_of(record)
-    return text if baseline is None else f"{text} ({metric.baseline[0]} " \
-                                       f"{format_value(baseline, metric.unit)})"

@@ -95,7 +95,7 @@ class Journal:
         record |= {"learning_rate": rate, "grad_norm": norm}
         record |= self.meters.speed.read(self.sequences_seen,
                                          batch_schedule.rows_of_run(self._run.train))
-        record["peak_memory_bytes"] = meters.peak_memory_bytes(self._engine.device)
+        record |= meters.machine_load(self._engine.device)
         if slowest:
             record["slowest_share"] = slowest.share
         self._log.metrics(record)

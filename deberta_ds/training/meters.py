@@ -1,5 +1,6 @@
 """Timers of a run: speed, time per activity, goodput, slow hosts, hardware and memory."""
 
+import importlib.util
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from deberta_ds.base.numbers import format_duration
@@ -246,8 +248,8 @@ def hardware(device: torch.device) -> str:
     return " ".join(name.split()) if names else platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """Return the commit this package was checked out at ("+" if files changed); empty if none."""
+def source() -> dict[str, str]:
+    """Return commit ("+" if files changed) and branch of this package's checkout, "" if none."""
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(Path(__file__).parent), *words], text=True,
                               capture_output=True, timeout=20, check=True)
@@ -256,12 +258,13 @@ def commit() -> str:
     try:
         package = Path(__file__).resolve().parents[1].relative_to(git("rev-parse",
                                                                       "--show-toplevel"))
-        if not git("ls-files", f":/{package}/__init__.py"):  # somebody else's repository
-            return ""
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+" if changed else "")
+        if git("ls-files", f":/{package}/__init__.py"):  # else somebody else's repository
+            changed = git("status", "--porcelain", "--untracked-files=no")
+            return {"commit": git("rev-parse", "HEAD") + ("+" if changed else ""),
+                    "branch": git("branch", "--show-current")}
     except (OSError, ValueError, subprocess.SubprocessError):
-        return ""
+        pass
+    return {"commit": "", "branch": ""}
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -269,3 +272,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def machine_load(device: torch.device) -> dict[str, float]:
+    """Return this rank's peak memory, the memory in use on its node, and shares of its processors.
+
+    CPU: busy since the last call; GPU: busy lately, where the driver's library is installed.
+    """
+    load = {"peak_memory_bytes": float(peak_memory_bytes(device)),
+            "node_memory_bytes": float(psutil.virtual_memory().used),
+            "cpu_share": psutil.cpu_percent() / 100}
+    if device.type == "cuda" and importlib.util.find_spec("pynvml"):
+        load["gpu_share"] = torch.cuda.utilization(device) / 100
+    return load

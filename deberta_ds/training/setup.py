@@ -275,5 +275,5 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
               "parameters": inputs.num_parameters, 
               "kernels": kernel_choices(run.model, inputs.ds, run.data.seq_len),
               "hardware": meters.hardware(local_device()), "device": local_device().type,
-              "commit": meters.commit()}
+              **meters.source()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")

@@ -1,7 +1,10 @@
 """A machine whose GPUs torch cannot use: the driver, the wheel and the remedy are named."""
 
+import runpy
+
 import pytest
 import torch
+from launching import ROOT
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import driver
@@ -38,3 +41,17 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, tmp_path, version,
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert driver.count_gpus() == 8
+
+
+@pytest.mark.parametrize(("script", "function", "arguments"), [
+    ("evaluate.py", "main", ()), ("minimal_pairs.py", "load", ("no_model",))])
+def test_scores_on_a_gpu_that_torch_cannot_use_are_an_error(monkeypatch, script, function,
+                                                            arguments):
+    """Both commands scored on the CPU, without a word."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", [script, "--run", "no_run"])
+    command = runpy.run_path(str(ROOT / "launch" / script))[function]
+    with pytest.raises(UserError, match="can use no GPU"):
+        command(*arguments)

@@ -87,7 +87,7 @@ def killed(unit: int) -> bool:
     return os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
-def test_a_killed_build_goes_on_to_the_same_bytes_and_so_do_parts(tmp_path):
+def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path):
     assert "shards: built" in build()
     kills = 0
     while killed(4):
@@ -152,6 +152,13 @@ def test_a_dry_run_shows_stages_and_writes_nothing(tmp_path):
     assert "web: 2 files" in printed and "to do  shards/train/lines/rows-64" in printed
     assert "set by command line" in printed
     assert not (tmp_path / "shards").exists()
+
+
+def test_options_of_single_commands_have_the_limits_of_the_recipe(capsys):
+    with pytest.raises(SystemExit):
+        run_main("data_prep/tokenize_corpus.py", "text", "--out", "o", "--tokenizer", "t",
+                 "--min_letter_share", "5")
+    assert "min_letter_share = 5.0: must be at most 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("override", "message"), [

@@ -176,8 +176,8 @@ def cached_run(stored, out: Path, *more: str) -> list[str]:
 
 def numbers(out: Path) -> list[dict]:
     timed = ("seconds", "tokens_per_second", "flops_per_second", "mfu", "eta_seconds",
-             "peak_memory_bytes", "goodput", "slowest_share", "saves_seconds",
-             "evaluations_seconds", "restarts_seconds")
+             "peak_memory_bytes", "node_memory_bytes", "cpu_share", "goodput", "slowest_share",
+             "saves_seconds", "evaluations_seconds", "restarts_seconds")
     return [{key: value for key, value in record.items() if key not in timed}
             for record in read_metrics(out / "metrics.jsonl") if record["kind"] != "event"]
 

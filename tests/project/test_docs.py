@@ -44,6 +44,12 @@ def test_every_relative_link_and_anchor_resolves(page):
         assert not anchor or anchor in anchors(target), f"{page}: {link}"
 
 
+def test_every_page_begins_with_what_the_reader_can_do_after_it():
+    for page in (ROOT / "docs").rglob("*.md"):
+        first = page.read_text(encoding="utf-8").split("\n\n")[1]
+        assert first.startswith("After this page you "), page
+
+
 def test_every_page_that_code_names_is_there():
     folders = ("deberta_ds", "launch", "data_prep", "benchmarks", "tests", "tools", "ds_configs",
                "examples")

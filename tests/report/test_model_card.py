@@ -28,12 +28,13 @@ from deberta_ds.release.ours import write_ours
 from deberta_ds.report import model_card
 
 
-def exported(tmp_path, source=None, family="v3", kind="rtd"):
+def exported(tmp_path, source=None, family="v3", kind="rtd", **said):
     """Return (card, its metadata) of an exported model, which `source` says it came from."""
     if not (tmp_path / "ours").exists():
         write_ours(make_release(family, kind), tmp_path / "ours")
     summary = convert(tmp_path / "ours", tmp_path / "out", "hf")
-    path = model_card.write_card(source or tmp_path / "ours", tmp_path / "out", summary, "me/mine")
+    path = model_card.write_card(source or tmp_path / "ours", tmp_path / "out", summary, "me/mine",
+                                 model_card.Publisher(**said))
     text = path.read_text()
     return text, yaml.safe_load(text.split("---")[1])
 
@@ -64,6 +65,9 @@ def make_checkpoint(directory):
 
 def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
     text, metadata = exported(tmp_path, make_checkpoint(tmp_path / "run"))
+    (index,) = metadata.pop("model-index")
+    assert index["results"][0]["metrics"][1] == {"type": "roc_auc", "name": "ROC-AUC",
+                                                 "value": 0.444444}
     assert metadata == {"library_name": "transformers", "pipeline_tag": "feature-extraction",
                         "tags": ["deberta_ds", "deberta-v2", "replaced-token-detection"]}
     assert "| gone \\| &lt;b> | 75.0% | – | – | `ab12` |" in text
@@ -73,6 +77,23 @@ def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
     assert "On held-out sequences at step 40." in text and "0.444" in text and "0.556" not in text
     assert "generator in `generator/`" in text and 'load_masked_lm("me/mine")' in text
     assert "This is a discriminator" in text and "no missing, no unexpected keys" in text
+
+
+def test_a_card_says_what_its_publisher_says(tmp_path):
+    """The sample of a German model was English, and its corpora had the names of local paths."""
+    run = make_checkpoint(tmp_path / "run")
+    text, metadata = exported(tmp_path, run, license="apache-2.0", language=["de"],
+                              dataset=["me/web", "me/books"])
+    assert metadata["license"] == "apache-2.0" and metadata["language"] == ["de"]
+    assert metadata["datasets"] == ["me/web", "me/books"] and "| me/web | 75.0%" in text
+    assert "Paris ist die [MASK] von Frankreich." in text and "France" not in text
+    assert "## Limitations" in text and "for these languages alone: de." in text
+    assert "`pretraining_heads.safetensors` (" in text and "# license" not in text
+    one = model_card.Publisher(dataset=["me/web"])
+    with pytest.raises(UserError, match=r"1 name, but the run has 2 \(data.sources: .*other"):
+        model_card.check_publisher(run, one)
+    text, _ = exported(tmp_path / "unsaid", language=["xx"])
+    assert "1, 2, [MASK], 4, 5" in text and "Paris" not in text
 
 
 def test_code_of_a_card_runs(tmp_path, monkeypatch):

@@ -90,19 +90,49 @@ def test_runs_side_by_side_say_what_differs_and_which_rows_are_drawn(tmp_path):
     legends = re.findall(r'<p class="legend">(.*?)</p>', text)
     assert len(legends) == text.count("<figure") + len(runs)
     assert all("</i>" in legend for legend in legends)
-    assert "Held-out sequences." in page.text and "Training sequences." not in page.text
-    with pytest.raises(UserError, match="1 to 5 runs"):
-        run_pages.write_runs(tmp_path / "none.html", [])
+    assert "Thin lines: training; dots: held out." in page.text
 
 
-def test_a_comparison_with_a_run_that_was_not_evaluated_draws_training_rows(tmp_path):
+def test_a_comparison_draws_training_curves_and_held_out_points_of_any_number_of_runs(tmp_path):
+    """Five runs were the most, and training curves were left out where runs were evaluated."""
     young = [record for record in make_records() if record["kind"] != "eval"]
-    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", young, name="b")]
-    loss = next(chart for group in charts.groups([read_run(run) for run in runs])
-                for chart in group[-1] if chart.chart.key == "generator_loss").chart
-    assert loss.note.endswith("Training sequences.")
-    assert [s.style for s in loss.series] == ["trend"] * 2
-    assert len(loss.series[0].points) == len(loss.series[1].points)
+    runs = [make_run(tmp_path / f"{n}", young if n == 10 else None, name=f"run {n}", extras=False)
+            for n in range(11)]
+    text, page = read_page(tmp_path, *runs)
+    assert "--run10:hsl(" in text and page.text.count("run 10") > 10
+    loss = next(chart for group in charts.groups([read_run(run) for run in (runs[0], runs[10])])
+                for chart in group[-1] if chart.chart.key == "generator_loss")
+    assert [(s.label, s.style) for s in loss.chart.series] == [
+        ("run 0, training", "thin"), ("run 0", "dots"), ("run 10", "trend")]
+    assert [line.label for line in loss.legend] == ["run 0", "run 10"]
+    # Of each point the script has step, text, value, tokens and seconds; steps take 0.9 s.
+    step, text, value, tokens, seconds = json.loads(loss.hover)[1]["points"][1]
+    assert (step, tokens, seconds) == (100, 204_000, 90) and text == f"{value:.3f}"
+
+
+def test_a_live_page_reloads_itself_while_its_run_goes_on(tmp_path):
+    out = tmp_path / "page.html"
+    run = make_run(tmp_path / "run", make_records()[:60], extras=False)
+    with lock.held(run):
+        run_pages.write_runs(out, [run], live_seconds=30)
+        assert '<meta http-equiv="refresh" content="30">' in out.read_text()
+    run_pages.write_runs(out, [run], live_seconds=30)
+    assert "refresh" not in out.read_text()
+
+
+def test_goodput_of_tile_and_bar_is_the_newest_records(tmp_path):
+    """The tile had the largest value that any record of the last step had: that before a save."""
+    parts = {"evaluations_seconds": 0.0, "restarts_seconds": 10.0}
+    records = [{"kind": "train", "step": 10, "seconds": 90.0, "saves_seconds": 0.0, "loss": 1.0,
+                "goodput": 0.9} | parts,
+               event(10, 100.0, "end") | parts | {"saves_seconds": 10.0, "goodput": 90 / 110}]
+    run = read_run(make_run(tmp_path / "run", records, extras=False))
+    tiles = {tile.key: tile for tile in facts.tiles(run, price=36.0)}
+    assert tiles["goodput"].value == 90 / 110
+    assert "steps 81.8%" in run_pages.runs_page([run], [None])
+    # Two ranks for 90 s of training (no record is later) and 10 s of starts.
+    assert tiles["cost"].value == pytest.approx(36.0 * 2 * 100 / 3600)
+    assert tiles["commit"].note == "branch longer, with uncommitted changes"
 
 
 def test_a_fold_shows_what_was_set_and_no_empty_values(tmp_path):

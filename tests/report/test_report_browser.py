@@ -45,7 +45,7 @@ def hostile_run(directory, text, kind="rtd"):
     run = make_run(directory, records, text, kind, model=shape, **{text: {text: [text]}})
     config = json.loads((run / "config.json").read_text())
     config |= {"origins": {f"{text}.{text}": text, "name": text}, "versions": {text: text},
-               "hardware": text, "commit": text, "content_hashes": {text: text}}
+               "hardware": text, "commit": text, "branch": text, "content_hashes": {text: text}}
     (run / "config.json").write_text(json.dumps(config))
     (run / "summary.json").write_text(json.dumps(
         [{"stage": text, "what": text, "result": text, "seconds": 1}]))
@@ -141,8 +141,14 @@ addEventListener('load', () => {
                                                       clientY: box.top + 9}));
   const spill = [...document.querySelectorAll('.plot .y')].filter((label) =>
     label.getBoundingClientRect().left < label.closest('.card').getBoundingClientRect().left);
+  const tipText = plot.querySelector('.tip').textContent;
+  for (const pressed of ['[data-to=tokens]', '[data-key=logX]', '[data-key=logY]'])
+    document.querySelector(pressed)?.click();
+  const drawn = [...document.querySelectorAll('.plot')].map((one) =>
+    one.querySelector('svg').innerHTML + one.querySelector('.x').textContent).join();
   parent.postMessage(btoa(unescape(encodeURIComponent(JSON.stringify({
-    wide, tip: plot.querySelector('.tip').textContent, spill: spill.map((s) => s.textContent),
+    broken: /NaN|Infinity|undefined/.test(drawn), x: plot.querySelector('.x').textContent,
+    wide, tip: tipText, spill: spill.map((s) => s.textContent),
     hints: document.querySelectorAll('.wider').length, width: inside})))), '*');
 });
 </script>
@@ -176,3 +182,4 @@ def test_nothing_overflows_and_the_pointer_reads_out(tmp_path, kind, width):
            f"step \\d+.*0{name} .*1{name} "}[kind]
     assert re.match(tip, found["tip"]), found["tip"]
     assert (found["hints"] > 0) == (width == 390)
+    assert not found["broken"] and found["x"] == ("epoch 0" if kind == "sweep" else "20k")
