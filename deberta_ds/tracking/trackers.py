@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,10 +41,22 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
             if key not in ("kind", "step") and value is not None}
 
 
+def _without_its_writers(before: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Return a hook for what ends threads that leaves out a full disk in TensorBoard's: its next
+    `flush` says the same, and so do the run's own records.
+    """
+    def hook(ended: Any) -> object:
+        return None if type(ended.thread).__name__ == "_AsyncWriterThread" and isinstance(
+            ended.exc_value, OSError) else before(ended)
+
+    return hook
+
+
 def tensorboard(out_dir: Path, purge_step: int | None) -> Tracker:
     """Write event files to out_dir/tensorboard; steps from `purge_step` on are hidden first."""
     from torch.utils.tensorboard import SummaryWriter
 
+    threading.excepthook = _without_its_writers(threading.excepthook)
     writer = SummaryWriter(str(out_dir / TENSORBOARD_DIRECTORY), purge_step=purge_step)
 
     def write(record: dict[str, Any]) -> None:

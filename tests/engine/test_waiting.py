@@ -7,7 +7,14 @@ import sys
 import pytest
 from launching import ENVIRONMENT, ROOT
 
-CODE = "from deberta_ds.engine import engine; engine.WAIT_SECONDS = 0.2; engine.init_distributed()"
+# A shell has its background jobs ignore Ctrl-C, and so would this one.
+CODE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from deberta_ds.engine import engine
+engine.WAIT_SECONDS = 0.2
+engine.init_distributed()
+"""
 
 
 @pytest.mark.multi

@@ -18,7 +18,7 @@ from deberta_ds.release.convert import write_microsoft
 from deberta_ds.release.ours import release_of_state
 
 # The model reaches 64 tokens, not 512.
-SMALLER = {"2048": "256", "1024": "128", "512": "64", "0.01": "0.2", "32000": "560",
+SMALLER = {"2048": "256", "1024": "128", "512": "64", "0.01": "0.2", "32000": "400",
            "--learn 1000": "--learn 10", "zero1_bf16": "zero1_fp32"}
 TRAIN = {"optim.warmup_steps": 1, "train.steps": 3, "train.global_batch_size": 4,
          "train.micro_batch_size": 2, "train.eval_every": 3, "train.save_every": 3,

@@ -79,8 +79,9 @@ def test_the_interval_between_saves_loses_least():
 def test_saves_come_by_the_measured_pause():
     weights = torch.nn.Linear(10, 10)
     engine = SimpleNamespace(module=weights, device=torch.device("cpu"))
-    train = SimpleNamespace(save_every=1000, save_minutes="auto", log_every=5)
-    saver = Saver(engine, "unused", train, "unused")
+    train = SimpleNamespace(save_every=1000, save_minutes="auto", log_every=5, upload="",
+                            keep_every=0)
+    saver = Saver(engine, "unused", train, "unused", print)
     assert saver.interval_seconds() == 600 and not saver.is_due(5) and saver.is_due(1000)
     saver.pause_seconds = 2.0
     hours = saver.interval_seconds() / 3600
