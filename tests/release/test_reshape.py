@@ -54,7 +54,8 @@ def test_a_longer_reach(family, reach, same_up_to):
             first_other = min(first_other, abs(distance))
     assert first_other == (LENGTH if same_up_to is None else same_up_to + 1)
     length = first_other  # of texts, so that the largest distance is one less
-    torch.testing.assert_close(hidden(longer, length), hidden(source, length), rtol=0, atol=1e-6)
+    # Of states up to 3: five roundings of fp32, as the library that multiplies may be another.
+    torch.testing.assert_close(hidden(longer, length), hidden(source, length), rtol=1e-6, atol=1e-6)
     if same_up_to is not None:
         gap = hidden(longer, length + 1) - hidden(source, length + 1)
         assert gap.abs().max() > 1e-5 and f"in texts of up to {length} tokens" in " ".join(notes)
@@ -87,7 +88,7 @@ def test_layers_are_dropped_and_repeated(tmp_path, family, kind, layers, generat
         stack = wanted.trunk.encoder.layers
         wanted.trunk.encoder.layers = torch.nn.ModuleList(stack[number] for number in chosen)
         with torch.no_grad():
-            torch.testing.assert_close(hidden(after, 60), wanted(*text(60)), rtol=0, atol=1e-6)
+            torch.testing.assert_close(hidden(after, 60), wanted(*text(60)), rtol=1e-6, atol=1e-6)
     assert any("layers 3, 1, 3 of the 4" in note for note in notes) == (kind == "mlm")
     assert not any("WARNING: the enhanced" in note for note in notes)  # all end with the last layer
 
