@@ -19,6 +19,7 @@ from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import BEST
 from deberta_ds.cluster import dist, signals
 from deberta_ds.config import run_config
+from deberta_ds.config.toml_files import as_override
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import init_distributed
 from deberta_ds.finetuning import options, sweep
@@ -83,22 +84,13 @@ def train(run: str | Path, overrides: Mapping[str, Any] | None = None, *,
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train: call it from the main thread; others cannot listen to signals")
     meters.count_from_here()
-    lines = [f"--{key}={_as_toml(value)}" for key, value in (overrides or {}).items()]
+    lines = [as_override(key, value) for key, value in (overrides or {}).items()]
     config, origins = run_config.load(run, lines, partial(shape.complete, resume=resume))
     values = ds_config.load(str(deepspeed_config))
     with signals.handlers_kept():
         code = loop.pretrain(config, values, resume=resume, place=str(run), origins=origins,
                              callbacks=callbacks)
     return TrainingResult(Path(config.out_dir), code == 0)
-
-
-def _as_toml(value: Any) -> str:
-    """Return a value as an override is written."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_as_toml(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_as_toml, value)) + "]"
-    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -136,7 +128,7 @@ def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: s
         ['mood']
     """
     if isinstance(settings, Mapping):
-        settings = [f"--{key if '.' in key else 'all.' + key}={_as_toml(value)}"
+        settings = [as_override(key if "." in key else f"all.{key}", value)
                     for key, value in settings.items()]
     parser = argparse.ArgumentParser()
     options.add_options(parser)

@@ -1,6 +1,7 @@
 """TOML files and dotted overrides: what a run file, settings and task files have in common."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -61,6 +62,26 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError):
         return key, value  # a bare string
+
+
+def as_override(key: str, value: Any) -> str:
+    """Return what `parse_override` reads as this key and value."""
+    return f"--{key}={as_toml(value)}"
+
+
+def as_toml(value: Any) -> str:
+    """Return a value as it stands in a TOML file; a path is its text."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_key(key)} = {as_toml(one)}"
+                                for key, one in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+
+
+def _toml_key(key: str) -> str:
+    """Return a key of a table, in quotation marks where a dot or the like would say more."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
 
 
 def set_value(values: dict, key: str, value: Any) -> None:

@@ -4,7 +4,6 @@ The recipe of the largest model is taken for which a few epochs of the text, and
 many tokens as it wants at least; that of the smallest model is for all that is less.
 """
 
-import json
 import re
 import textwrap
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from deberta_ds.base.numbers import format_count, format_duration
 from deberta_ds.config import run_config
 from deberta_ds.config.built import BUILT, read_built
 from deberta_ds.config.model import padded_rows
-from deberta_ds.config.toml_files import read_toml, set_value
+from deberta_ds.config.toml_files import as_override, as_toml, read_toml, set_value
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.engine import ds_config
@@ -153,7 +152,7 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
 
 
 def _run(file: str, changes: Changes) -> run_config.RunConfig:
-    overrides = [f"--{key}={_toml(value)}" for key, (value, _) in changes.items()]
+    overrides = [as_override(key, value) for key, (value, _) in changes.items()]
     return run_config.load(file, overrides)[0]
 
 
@@ -202,21 +201,13 @@ def _file(file: str, changes: Changes, head: str) -> str:
         lines += ["", f"[{section}]"] * in_table
         for key, value in table.items() if in_table else [(section, table)]:
             _, reason = changes.get(f"{section}.{key}" if in_table else key, (value, ""))
-            lines += [_comment(reason)] * bool(reason) + [f"{key} = {_toml(value)}"]
+            lines += [_comment(reason)] * bool(reason) + [f"{key} = {as_toml(value)}"]
     return "\n".join(lines) + "\n"
 
 
 def _comment(text: str) -> str:
     return textwrap.fill(text, 98, initial_indent="# ", subsequent_indent="# ",
                          break_long_words=False, break_on_hyphens=False)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def commands(out: str, text: Text, devices: Devices, stage: int) -> str:

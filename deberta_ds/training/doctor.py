@@ -28,6 +28,7 @@ from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.init import init_parameters
 from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.planner.gpus import peak_flops
+from deberta_ds.training.meters import hardware
 from deberta_ds.training.rehearsal import preflight
 
 _PACKAGES = ("torch", "triton", "deepspeed", "transformers", "numpy", "mpi4py")
@@ -62,9 +63,9 @@ def _machine() -> Iterator[str]:
     has = [name for name, found in cpu.capabilities().items()
            if found and name in ("avx2", "avx512_bf16", "amx_bf16")]
     memory = psutil.virtual_memory()
-    yield (f"processor: {_processor()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, "
-           f"{', '.join(has) or 'no AVX2'}; memory {memory.total / 2**30:.1f} GiB, "
-           f"{memory.available / 2**30:.1f} GiB available")
+    yield (f"processor: {hardware(torch.device('cpu'))}, {len(os.sched_getaffinity(0))} of "
+           f"{os.cpu_count()} cores, {', '.join(has) or 'no AVX2'}; memory "
+           f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available")
     kernel_check.keep_on_this_node()
     cache = os.environ["TRITON_CACHE_DIR"]
     for what, path in (("shared memory", "/dev/shm"), ("here", "."),
@@ -73,9 +74,9 @@ def _machine() -> Iterator[str]:
             path = os.path.dirname(path) or "."
         yield (f"{what}: {os.path.abspath(path)}, {_file_system(path)}, "
                f"{shutil.disk_usage(path).free / 2**30:.1f} GiB free")
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     missing = kernel_check.missing_tools()
-    yield f"C compiler: {compiler or 'none'}; {missing or 'Triton has what it needs'}"
+    yield (f"C compiler: {kernel_check.c_compiler() or 'none'}; "
+           f"{missing or 'Triton has what it needs'}")
     names = sorted(name for name in os.environ if name.startswith(_VARIABLES))
     yield "environment: " + (" ".join(f"{name}={os.environ[name]}" for name in names) or "-")
     if shutil.which("nvidia-smi"):
@@ -138,12 +139,6 @@ def _version(package: str) -> str:
     except metadata.PackageNotFoundError:
         return "-"
     return f"{found} (CUDA {torch.version.cuda or '-'})" if package == "torch" else found
-
-
-def _processor() -> str:
-    with open("/proc/cpuinfo") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _file_system(path: str) -> str:

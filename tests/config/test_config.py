@@ -6,6 +6,7 @@ import pytest
 
 from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
+from deberta_ds.config.toml_files import as_override, parse_override
 from deberta_ds.engine import ds_config
 
 MINIMAL = """
@@ -130,3 +131,11 @@ def test_clipping_is_always_written(run_file, tmp_path):
     assert ds["gradient_clipping"] == 0  # DeepSpeed's own default would clip at 1.0
     assert ds["gradient_accumulation_steps"] == 2 and ds["train_batch_size"] == 8
     assert ds_config.precision(ds) == "bf16"
+
+
+@pytest.mark.parametrize("value", [
+    1, 2.5, True, "a \"b\" ü", "1", ["x", 2], {"a.b": "c", "d e": [1], "f-g": {"h": 0.1}}],
+    ids=repr)
+def test_an_override_is_read_as_what_was_written(value):
+    """Names of held-out corpora may hold a dot, which makes a table within a table."""
+    assert parse_override(as_override("data.heldout", value)) == ("data.heldout", value)

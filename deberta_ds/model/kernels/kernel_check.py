@@ -79,12 +79,17 @@ def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Pat
     return verdicts[key]
 
 
+def c_compiler() -> str | None:
+    """Return the compiler that Triton takes."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
 def missing_tools() -> str:
     """Return what Triton needs of this machine and does not find, or an empty string."""
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    if not c_compiler():
         return "Triton finds no C compiler (apt install gcc, or set CC)"
     return "" if header.is_file() else f"Triton finds no {header} (apt install python3-dev)"
 
