@@ -4,8 +4,9 @@
     train("run.toml", callbacks=[StopAtTarget("masked_loss", 2.5)])
 
 Called on the first rank with every train and eval record of metrics.jsonl, as a dict. It stops the
-run as Ctrl-C does, on every rank: the step is finished, a checkpoint is saved, and `train` returns
-with `finished = False`. (To stop a run that no longer improves, set train.patience.)
+run as a signal does, on every rank: the step is finished, a checkpoint is saved, and `train`
+returns with `finished = False`. (SIGUSR1, because shells let their background jobs ignore SIGINT.
+To stop a run that no longer improves, set train.patience.)
 """
 
 import signal
@@ -18,4 +19,4 @@ class StopAtTarget:
     def __call__(self, record: dict) -> None:
         if record["kind"] == "eval" and record[self.metric] <= self.target:
             print(f"{self.metric} = {record[self.metric]:.4f} at step {record['step']:,}")
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGUSR1)
