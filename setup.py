@@ -11,7 +11,7 @@ SCRIPTS = [path for folder in ("launch", "data_prep") for path in Path(folder).g
 
 setup(
     name="deberta_ds",
-    version="0.2.0.dev0",
+    version="0.2.0",
     description="Pretrain, resume, export and fine-tune DeBERTa models on DeepSpeed",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -43,7 +43,7 @@ def main() -> None:
         shares = [f"{count:>12,} {count / report[what]:6.2%} of {what}" for what, count in zip(
             ("documents", "characters", "tokens"), counts, strict=True) if report[what]]
         print(*shares, f" {reason}")
-    print(f"{report['summary']}; page: {args.out}/{page}")
+    print(f"{report['summary']}; report: {args.out}/{page}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ do (docs/how-to/python.md).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 __all__ = ["export", "finetune", "load", "predict", "train"]
 
 if TYPE_CHECKING:

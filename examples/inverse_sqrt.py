@@ -3,9 +3,9 @@
     [optim]
     schedule = "examples/inverse_sqrt.py:inverse_sqrt"
 
-Called before every update with its number (0 .. total_steps - 1), the steps of the run and its
-[optim]; what is returned is multiplied by optim.learning_rate. It knows nothing else, so a resumed
-run goes on where it was.
+Called before every update with its number (0 .. total_steps - 1), the number of steps of the run
+and its [optim]. The result is multiplied by optim.learning_rate. It depends on nothing else, so a
+resumed run continues with the same learning rates.
 """
 
 

@@ -2,12 +2,12 @@
 
     [optim]
     name = "examples/lion.py:lion"
-    learning_rate = 1e-4     # a third to a tenth of AdamW's, with as much more weight_decay
+    learning_rate = 1e-4     # a third to a tenth of AdamW's; raise weight_decay by the same factor
 
-Called once with the groups of parameters, as torch's optimizers take them (each has its
-"weight_decay"), and the run's [optim]. Every step the group's "lr" is set anew. Under ZeRO a
-"parameter" is a flat stretch of many, so what is computed must treat every number by itself; what
-is kept of it in `state` are tensors of its shape, and numbers: those are in the checkpoints.
+Called once with the parameter groups, as torch's optimizers take them (each has its
+"weight_decay"), and the run's [optim]. The group's "lr" is set before every step. Under ZeRO a
+"parameter" is a flat part of many parameters, so the update must be elementwise. `state` may hold
+tensors of the parameter's shape and numbers; checkpoints save both.
 """
 
 import torch

@@ -3,10 +3,10 @@
     [evaluate]
     metrics = ["examples/more_scores.py:recall"]
 
-Called on rank 0 with the sums over the held-out rows ("targets", "tokens" and what the objective's
-forward returns) and with what the objective returns of every token (in replaced-token detection:
-"logits" and "replaced", [N]; in masked LM nothing). With several held-out corpora: of all, and of
-each.
+Called on rank 0 with the sums over the held-out sequences ("targets", "tokens" and what the
+objective's forward returns) and with what the objective returns per token (replaced-token
+detection: "logits" and "replaced", [N]; masked LM: nothing). With several held-out corpora, it is
+called for all of them together and for each.
 """
 
 import math
@@ -20,5 +20,5 @@ def recall(total: dict, per_token: dict) -> float:
 
 
 def saved_bits(total: dict, per_token: dict) -> float:
-    """Bits a masked token, below zero: 0 would be a model that is certain and right."""
+    """Minus the bits per masked token: 0 is a model that is certain and right."""
     return -total["masked_loss"] / total["targets"] / math.log(2)

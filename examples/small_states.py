@@ -4,8 +4,8 @@ regularization; Merity et al., 2017, arXiv 1708.02182).
     [objective]
     kind = "examples/small_states.py"
 
-The module has what deberta_ds/objectives/base.py lists under `Objective`; what is not written here
-is that of masked LM.
+The module has the names that deberta_ds/objectives/base.py lists under `Objective`. Names that are
+not defined here are those of masked LM.
 """
 
 from deberta_ds.objectives import mlm

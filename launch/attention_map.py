@@ -34,7 +34,7 @@ def main() -> None:
     for path in write_attention(options.model, options.text, options.layers, options.heads,
                                 options.out, png=options.png,
                                 tokenizer=options.tokenizer):
-        print(f"page: {path} ({path.stat().st_size / 1024:.0f} KiB)")
+        print(f"report: {path} ({path.stat().st_size / 1024:.0f} KiB)")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def main() -> None:
 
     started = time.monotonic()
     gpus = gpus_taken(count_gpus())
-    launcher = ("deepspeed", f"--num_gpus={gpus or MOST_RANKS}")
+    launcher = ("deepspeed", f"--num_gpus={gpus or MOST_RANKS}", "--quiet")
     ds_config = deepspeed_config(gpus)
     demo = Demo()
     if OUT.exists():
@@ -121,7 +121,7 @@ def main() -> None:
              "Return the [MASK] of the list.",
              "If it is not a [MASK], raise an error.")
     print_summary(demo.rows)
-    print(f"\nThe page with the curves: {OUT / 'report.html'}")
+    print(f"\nThe report with the curves: {OUT / 'report.html'}")
 
 
 def gpus_taken(found: int) -> int:
@@ -153,7 +153,7 @@ def prepare_data(demo: Demo) -> None:
                         "--tokenizer", model, "--seq_len", "128")
     manifest = json.loads((corpus / "train/manifest.json").read_text())
     tokens = sum(shard["tokens"] for shard in manifest["shards"])
-    demo.note("token shards", "tokenized, packed to rows of 128", f"{format_count(tokens)} tokens",
+    demo.note("token shards", "packed into sequences of 128", f"{format_count(tokens)} tokens",
               seconds)
     demo.run("python", "data_prep/show.py", corpus / "train", "--tokenizer", model, "--seq_len",
              "128", "--rows", "2")
@@ -175,10 +175,10 @@ def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool,
     resumed = [r for r in records if r.get("event") == "resume"]
     demo.note("resume", resumed[-1]["detail"], f"step {resumed[-1]['step']} to {steps}", seconds)
     scores = [r for r in records if r["kind"] == "eval"][-1]
-    demo.note("generator", "masked accuracy on held-out rows",
+    demo.note("generator", "masked accuracy on the held-out set",
               f"{scores['generator_accuracy']:.1%} (most frequent token: "
               f"{scores['unigram_accuracy']:.1%})", 0.0)
-    demo.note("discriminator", "on held-out rows",
+    demo.note("discriminator", "on the held-out set",
               f"ROC-AUC {scores['roc_auc']:.3f}, gain over prior "
               f"{scores['discriminator_gain']:+.4f} nats", 0.0)
     demo.note("minimal pairs", "200 of this project's own, by the discriminator",

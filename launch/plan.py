@@ -108,7 +108,7 @@ def main() -> None:
         print(fill(f"  {line}", columns() - 1, hanging=4))
     if options.html:
         write_atomic(options.html, plan_page(run.name, facts, choices, options.gpu, gpu, ranks))
-        print(f"page: {options.html}")
+        print(f"report: {options.html}")
 
 
 def exceptions(run) -> list[str]:

@@ -49,7 +49,7 @@ def main() -> None:
         raise UserError("--fill_mask, --live and --price_per_hour are for --run")
     else:
         run_pages.write_sweep(out, directories)
-    print(f"page: {out} ({out.stat().st_size / 1024:.0f} KiB)")
+    print(f"report: {out} ({out.stat().st_size / 1024:.0f} KiB)")
 
 
 def _goes_on(write: Callable, directories: list[Path], live: int | None) -> bool:

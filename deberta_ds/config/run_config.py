@@ -28,6 +28,8 @@ from deberta_ds.config.options import (
     nearest,
     option,
     options_of,
+    problems_of,
+    raise_problems,
     validate,
 )
 from deberta_ds.config.toml_files import flatten, read_with_overrides
@@ -357,9 +359,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
     path = command_line.find(path)
     values, origins = read_with_overrides(path, overrides, "run config", "launch/runs/demo.toml")
     _apply_defaults(values, origins, str(path))
-    if complete:
-        complete(values, origins)
     try:
+        if complete:  # after the names: it may import torch, to look into a checkpoint
+            raise_problems(str(path), [line for line in problems_of(RunConfig, values)
+                                       if "unknown key" in line or "renamed to" in line])
+            complete(values, origins)
         config = validate(RunConfig, values, str(path))
     except ConfigError as error:
         raise ConfigError(str(error).replace("init.source", "init.from")) from None

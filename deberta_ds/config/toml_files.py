@@ -116,9 +116,9 @@ def non_default_texts(values: dict, origins: dict[str, str], top: str) -> list[s
     for key, origin in origins.items():
         if key in flat and origin != "default":
             section, _, name = key.rpartition(".")
-            value = json.dumps(flat[key], ensure_ascii=False).replace(" ", "\0")
+            pair = f"{name} = {json.dumps(flat[key], ensure_ascii=False)}"
             groups.setdefault(origin, {}).setdefault(section or top, []).append(
-                f"{name}\0=\0{value}")
+                pair.replace(" ", "\0") if len(pair) < 53 else pair)  # what fits in a line is kept
     return ["\n".join([f"set by {origin}:", *(
         fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, hanging=26).replace("\0", " ")
         for section, pairs in sections.items())]) for origin, sections in groups.items()]

@@ -89,7 +89,7 @@ def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> li
     read_manifest(path)
     lengths = sorted(int(plan.parent.name[5:]) for plan in Corpus.row_plans(path))
     if not lengths:
-        raise UserError(f"{path}: no finished row plan; run data_prep/pack.py")
+        raise UserError(f"{path}: no finished sequence plan; run data_prep/pack.py")
     lines = []
     for seq_len in lengths:
         corpus = Corpus(path, seq_len=seq_len)

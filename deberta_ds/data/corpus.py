@@ -67,7 +67,7 @@ class Corpus:
         self._cumulative = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_rows = int(self._cumulative[-1])
         if self.num_rows == 0:
-            raise UserError(f"{rows_path}: the corpus has no rows; prepare it from more text")
+            raise UserError(f"{rows_path}: the corpus has no sequences; prepare it from more text")
         self._dtype = np.dtype(self.manifest.dtype)
 
     def _read_manifests(self, rows_path: Path) -> None:
@@ -77,7 +77,7 @@ class Corpus:
         if not (rows_path / MANIFEST).exists():
             found = sorted(p.parent.name for p in self.row_plans(self.path))
             names = ", ".join(found) or "none"
-            raise UserError(f"{self.path}: no row plan for seq_len {self.seq_len} (found: "
+            raise UserError(f"{self.path}: no sequence plan for seq_len {self.seq_len} (found: "
                             f"{names}); run {self._pack()}")
         self.rows_manifest, self.rows_content_hash = read_rows_manifest(rows_path)
         self.content_hash = self.rows_content_hash
@@ -134,8 +134,8 @@ class Corpus:
         paths = self._paths(number)
         pieces, starts = map_array(paths.pieces), map_array(paths.starts).astype(np.int64)
         if pieces.shape != (rows.pieces, 2) or starts.shape != (rows.rows + 1,):
-            raise UserError(f"{paths.pieces}: {pieces.shape} pieces in {starts.shape} rows are not "
-                            f"what the manifest says; {self._remake()}")
+            raise UserError(f"{paths.pieces}: {pieces.shape} segments, {starts.shape} sequences: "
+                            f"not what the manifest says; {self._remake()}")
         bad = (starts[1:] <= starts[:-1]) | (starts[1:] > rows.pieces)
         if not bad.any():
             begin, length = pieces[:, 0].astype(np.int64), pieces[:, 1].astype(np.int64)
@@ -189,8 +189,8 @@ class Corpus:
         return number, index - int(self._cumulative[number])
 
     def _bad_row(self, number: int, local: int) -> UserError:
-        return UserError(f"{self._paths(number).pieces}: row {local} of this plan lies outside of "
-                         f"its shard or is longer than {self.seq_len} tokens; the plan is damaged: "
+        return UserError(f"{self._paths(number).pieces}: sequence {local} of this plan is outside "
+                         f"its shard or has over {self.seq_len} tokens; the plan is damaged: "
                          f"{self._remake()}")
 
     def _remake(self) -> str:
@@ -239,7 +239,7 @@ class Corpus:
     def place(self, index: int) -> str:
         """Return where row `index` lies, for messages: shard file and row in it."""
         number, local = self._find(index)
-        return f"{self._paths(number).tokens} (row {local} of it)"
+        return f"{self._paths(number).tokens} (sequence {local} of it)"
 
 
 class _Paths(NamedTuple):

@@ -47,8 +47,8 @@ def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_s
     """
     for one in stretches:
         if one.rows % world_size:
-            raise UserError(f"an update of {one.rows} rows is not a multiple of the {world_size} "
-                            "ranks; change one of the two")
+            raise UserError(f"an update of {one.rows} sequences is not a multiple of the "
+                            f"{world_size} ranks; change one of the two")
     rows = RankRows(stretches, micro_batch_size, rank, world_size)
     loader = DataLoader(
         _Reader(dataset, rows),

@@ -118,8 +118,8 @@ def _choose_by(selection: str, ids: np.ndarray, starts: np.ndarray, lengths: np.
     choose = own_parts.function("objective.mask.selection", selection)
     words = np.unique(choose(ids, starts, lengths, budget, rng))
     if not len(words) or words.dtype.kind not in "iu" or words[0] < 0 or words[-1] >= len(starts):
-        raise UserError(f"objective.mask.selection: {selection} returned {words!r:.80} for a row "
-                        f"of {len(starts)} words; it must return indexes of words, at least one")
+        raise UserError(f"objective.mask.selection: {selection} returned {words!r:.80} for a "
+                        f"sequence of {len(starts)} words; it must return one or more indexes")
     return words
 
 

@@ -86,7 +86,7 @@ def build_mixture(weights: list[float]) -> Mixture:
     for source, weight in enumerate(weights):
         if weight / total < 1e-12:
             raise UserError(f"data.sources: source {source} has weight {weight} of {total}, less "
-                            "than one row in 1e12; leave it out or raise its weight")
+                            "than one sequence in 1e12; leave it out or raise its weight")
         cumulative.append(cumulative[-1] + round(weight / total * (1 << _WEIGHT_BITS)))
     return Mixture(tuple(cumulative))
 
@@ -187,8 +187,8 @@ def next_source(path: str, stages: list[Stage], *, seq_len: int,
     found = SourceConfig(path=path, part=part or (0.0, 1.0))
     known = {stage.place: _names_of(path, stage, cache) for stage in stages}
     if stages and not any(known.values()):
-        print(f"note: {path}: no stage of --after has read it, by its path or by its rows of their "
-              "length, so it begins at its first row", file=sys.stderr, flush=True)
+        print(f"note: {path}: no stage of --after has read it, by its path or its sequences of "
+              "that length, so it begins at its first sequence", file=sys.stderr, flush=True)
     for stage in stages:
         for source, used, order in zip(stage.sources, stage.used, stage.orders, strict=True):
             if source.path not in known[stage.place]:
@@ -198,8 +198,8 @@ def next_source(path: str, stages: list[Stage], *, seq_len: int,
                 continue
             if stage.seq_len != seq_len or wanted != source.part:
                 raise UserError(
-                    f"{path}: part {list(wanted)} in rows of {seq_len} would repeat tokens of "
-                    f"{stage.place}, which took part {list(source.part)} in rows of "
+                    f"{path}: part {list(wanted)} at length {seq_len} would repeat tokens of "
+                    f"{stage.place}, which took part {list(source.part)} at length "
                     f"{stage.seq_len}; give --stretch outside of that (the earlier stage must "
                     "leave some), or leave out --after if they shall repeat")
             corpus = Corpus(path, seq_len=seq_len, part=wanted, cache=cache)

@@ -87,7 +87,7 @@ class Replacements:
         self.directory = Path(directory)
         self.manifest, self.content_hash = read_replaced_manifest(directory)
         if self.manifest.rows != corpus.rows_content_hash:
-            raise UserError(f"{directory}: made for other rows than those of {corpus.path} at "
+            raise UserError(f"{directory}: made for other sequences than {corpus.path} has at "
                             f"length {corpus.seq_len}; run data_prep/replace.py for them")
         if self.manifest.attend_across_documents != attend_across_documents:
             raise UserError(

@@ -114,8 +114,8 @@ class RowDataset:
     def build(self, g: int, pieces: list[np.ndarray]) -> Row:
         """Return row g from the pieces that `read` has given."""
         if self.mask.final_rate is not None and not self._rows_of_run:
-            raise UserError("objective.mask.final_rate: a row's rate follows from its place in a "
-                            "run, and this is none; name a run file, or leave it out")
+            raise UserError("objective.mask.final_rate: the rate depends on the place of a "
+                            "sequence in a run, and this is none; name a run file, or leave it out")
         last = self._rows_of_run - 1
         rate = self.mask.rate_at(g / last if last > 0 else 0.0)
         return self._build(pieces, g, self.seed, self.locate(g), rate, self.draw(g))
@@ -144,8 +144,8 @@ class RowDataset:
             corpus, worst = self._corpora[place[0]], int(ids.max())
             worst = worst if worst >= len(self._special) else self._mask_id
             raise UserError(
-                f"{corpus.place(place[1])}: token id {worst} is outside the pieces of the "
-                f"tokenizer, which has {len(self._special)} ids (row {g} of the run); run "
+                f"{corpus.place(place[1])}: token id {worst} is not one of the "
+                f"{len(self._special)} ids of the tokenizer (sequence {g} of the run); run "
                 f"data_prep/verify.py {corpus.path} --verify full and copy the damaged shard again")
         replaced = self._replaced[place[0]]
         if replaced:
@@ -197,7 +197,7 @@ def eval_sequences(path: str, tokenizer, *, eval_seed: int, num_rows: int | None
     count = available if num_rows is None else num_rows
     if count > available:
         raise UserError(
-            f"{path}: {num_rows} evaluation rows asked for, but it has {available} rows of "
+            f"{path}: {num_rows} evaluation sequences asked for, but it has {available} of "
             f"{dataset.seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
             "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)")
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]

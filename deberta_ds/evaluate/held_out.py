@@ -96,7 +96,7 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
     if not total["targets"]:
-        raise UserError(f"the {len(rows)} held-out rows of data.heldout hold no masked token; "
+        raise UserError(f"the {len(rows)} held-out sequences have no masked token; "
                         "raise objective.mask.rate or train.eval_sequences, or name another corpus")
     names = dict.fromkeys(name for _, per_token in parts for name in per_token)
     per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])

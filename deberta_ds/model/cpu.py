@@ -42,7 +42,7 @@ def use_onednn() -> bool:
         torch.set_float32_matmul_precision("medium")
         _chosen = _computes_in_fp32()
         if _chosen:
-            _LOG.info("fp32 products: oneDNN, because MKL has no AVX-512 for this processor")
+            _LOG.info("fp32 matmuls: oneDNN, because MKL has no AVX-512 for this processor")
         else:
             torch.set_float32_matmul_precision("highest")
     return _chosen

@@ -280,7 +280,7 @@ def read_run(directory: str | Path) -> Run:
     kind = saved.run.objective.kind
     if kind not in OBJECTIVES and not is_own(kind):
         raise UserError(f"{place}: run.objective.kind = {kind!r:.60} is not an objective of this "
-                        "version; draw the page with the version that trained it")
+                        "version; make the report with the version that trained it")
     _note_ranks(records, directory / METRICS_FILE)
     by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in KINDS}
     if not by_kind["train"] and not by_kind["eval"]:

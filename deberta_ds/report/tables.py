@@ -164,6 +164,7 @@ def _fold(title: str, values: dict[str, Any], origins: dict[str, str]) -> Fold:
     origin = {key: origins.get(key, "default") for key in flat}
     telling = [key for key in flat if origin[key] != "default"] if flat.keys() & origins.keys() \
         else list(flat)
+    telling.sort(key=lambda key: isinstance(flat[key], list))  # sources are long
     preview = ", ".join(f"{names[key]} {_plain(flat[key])}" for key in telling[:3])
     return title, preview or "all defaults", [
         (names[key], _plain(value), "" if origin[key] == "default" else origin[key])

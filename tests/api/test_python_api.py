@@ -85,6 +85,18 @@ def test_steps_are_recorded_by_the_profiler(names, tmp_path):
         "forward": 8, "backward": 8, "update": 2}  # four micro-batches a step
 
 
+def test_the_example_of_a_callback_stops_a_run_at_a_checkpoint(names, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from examples.stop_at_target import StopAtTarget
+
+    result = deberta_ds.train(
+        names["RUN"], {"train.steps": 9, "train.eval_every": 1, "out_dir": str(tmp_path)},
+        callbacks=[StopAtTarget("discriminator_loss", 1e9)])
+    steps = result.metrics.query("kind == 'eval'").step.tolist()
+    assert not result.finished and steps[0] == 1 and steps[-1] < 9
+    assert result.checkpoint.name == f"step-{steps[-1]:08d}"
+
+
 def test_a_long_text_is_cut_only_if_asked(names):
     ours = deberta_ds.load(names["MODEL"])
     long = "word " * ours.module.config.max_position

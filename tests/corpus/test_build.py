@@ -150,7 +150,7 @@ def test_what_another_recipe_has_made_is_named_and_other_inputs_are_taken(tmp_pa
 def test_a_dry_run_shows_stages_and_writes_nothing(tmp_path):
     printed = build("--dry_run", "--tokenizer.path=" + tokenizer_path())
     assert "web: 2 files" in printed and "to do  shards/train/lines/rows-64" in printed
-    assert "set by command line" in printed
+    assert "set by command line" in printed and max(map(len, printed.split("\n"))) < 80
     assert not (tmp_path / "shards").exists()
 
 

@@ -212,7 +212,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path
 
 
 def test_what_does_not_fit_is_refused(stored, tmp_path):
-    with pytest.raises(UserError, match="made for other rows"):
+    with pytest.raises(UserError, match="made for other sequences"):
         dataset_of(stored["train"])
     with pytest.raises(UserError, match="no finished replacements"):
         dataset_of(tmp_path)

@@ -204,7 +204,7 @@ def test_refuses_a_token_outside_the_vocabulary(corpus):
 def test_names_the_missing_corpus_and_length(corpus, tmp_path):
     with pytest.raises(UserError, match="nowhere.*not a finished corpus"):
         dataset_of(tmp_path / "nowhere")
-    words = "no row plan for seq_len 32.*rows-128.*--seq_len 32 --tokenizer"
+    words = "no sequence plan for seq_len 32.*rows-128.*--seq_len 32 --tokenizer"
     with pytest.raises(UserError, match=words):
         dataset_of(corpus, seq_len=32)
     with pytest.raises(UserError, match="twice"):
@@ -222,7 +222,7 @@ def test_a_row_plan_of_the_right_size_with_wrong_content_is_refused(corpus, name
     data[place : place + 4] = int(value).to_bytes(4, "little")
     path.write_bytes(data)
     dataset = dataset_of(corpus)
-    with pytest.raises(UserError, match=r"00001-000.npy: row \d+ of this plan.*pack.py"):
+    with pytest.raises(UserError, match=r"00001-000.npy: sequence \d+ of this plan.*pack.py"):
         for g in range(dataset.num_rows[str(corpus)]):
             dataset[g]
     # With a manifest that agrees, as after a copy of the wrong plan, full verification finds it.
@@ -233,7 +233,7 @@ def test_a_row_plan_of_the_right_size_with_wrong_content_is_refused(corpus, name
             key = "starts_xxh3" if "starts" in name else "xxh3"
             shard[key] = xxh3(path)
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"00001-000.npy: row \d+ of this plan.*pack.py"):
+    with pytest.raises(UserError, match=r"00001-000.npy: sequence \d+ of this plan.*pack.py"):
         dataset_of(corpus, verify="full")
 
 

@@ -72,7 +72,7 @@ TINY = {"--out tutorial/text": "--out tutorial/text --max_bytes 300000", "[:500]
         "hidden_size = 128": "hidden_size = 32", "num_layers = 4": "num_layers = 2",
         "intermediate_size = 512": "intermediate_size = 64",
         "steps = 1000": "steps = 4", "warmup_steps = 50": "warmup_steps = 1",
-        "epochs = 3": "epochs = 1", "deepspeed --num_gpus 2": "python",
+        "epochs = 3": "epochs = 1", "deepspeed --quiet --num_gpus 2": "python",
         "eval_sequences = 256": "eval_sequences = 4", "every = 250": "every = 4",
         "log_every = 25": "log_every = 2", "global_batch_size = 32": "global_batch_size = 4",
         "micro_batch_size = 16": "micro_batch_size = 2", "max_length = 128": "max_length = 32"}

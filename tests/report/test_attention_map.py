@@ -145,7 +145,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path):
         attention_parts(model, TEXT, [4], [0])
     with pytest.raises(UserError, match="head -1: the model has heads 0 to 3"):
         attention_parts(model, TEXT, [0], [-1])
-    with pytest.raises(UserError, match="too many for a page"):
+    with pytest.raises(UserError, match="too many for a report"):
         write_attention(str(tmp_path / "model"), "a b c d e f g h i j k l m n o p " * 3,
                         list(range(4)) * 40, [0, 1, 2, 3], tmp_path / "x.html", png=False)
     assert not (tmp_path / "x.html").exists() and FAMILIES["v3"]["num_heads"] == 4
