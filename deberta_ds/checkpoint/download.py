@@ -37,15 +37,7 @@ def local_copy(source: str | Path, cache: str = remote.DEFAULT_CACHE.directory) 
 
 
 def _of_a_url(url: str, cache: str) -> Path:
-    system, root = remote.file_system(url)
-    try:
-        system.invalidate_cache()
-        found = system.find(root, detail=True)
-    except FileNotFoundError:
-        found = {}
-    except Exception as error:  # each file system has errors of its own
-        raise UserError(f"{url}: cannot be listed ({type(error).__name__}: {first_line(error)}); "
-                        "check the address and the credentials") from error
+    system, root, found = remote.listed_at(url)
     if not found:
         raise UserError(f"{url}: nothing is there; check the address")
     if root in found:

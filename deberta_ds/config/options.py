@@ -189,6 +189,9 @@ RENAMED = {
     "vocabulary_loss": "cross_entropy"}
 
 
+_MOST_PROBLEMS = 100  # that one error lists: 200,000 unknown keys took minutes
+
+
 class ConfigError(UserError):
     """One or more problems in a run config or a DeepSpeed JSON."""
 
@@ -199,6 +202,8 @@ def raise_problems(place: str, problems: list[str]) -> None:
     """Raise one ConfigError that lists every problem found in `place`; return if there is none."""
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        if len(problems) > _MOST_PROBLEMS:
+            count = f"more than {_MOST_PROBLEMS} problems"
         raise ConfigError(f"{count} in {place}\n  " + "\n  ".join(problems))
 
 
@@ -232,8 +237,9 @@ def _problems(error: ValidationError, cls: type) -> list[str]:
     items = error.errors()
     places = [item["loc"] for item in items]
     # A list with a bad entry is also called too short: its entry says why.
-    return [_problem(item, cls) for item in items if item["type"] != "too_short"
-            or not any(item["loc"] == deeper[:len(item["loc"])] != deeper for deeper in places)]
+    return [_problem(item, cls) for item in items[:_MOST_PROBLEMS] if item["type"] != "too_short"
+            or not any(item["loc"] == deeper[:len(item["loc"])] != deeper for deeper in places)
+            ] + [f"{len(items) - _MOST_PROBLEMS:,} more"] * (len(items) > _MOST_PROBLEMS)
 
 
 def _problem(item: ErrorDetails, cls: type) -> str:

@@ -69,6 +69,21 @@ def file_system(url: str):
         raise UserError(f"{url}: {error}") from error
 
 
+def listed_at(url: str) -> tuple[Any, str, dict[str, dict]]:
+    """Return the file system and the path of a URL, and all files there; UserError names `url`."""
+    try:
+        system, root = file_system(url)
+        system.invalidate_cache()
+        return system, root, system.find(root, detail=True)
+    except FileNotFoundError:
+        return system, root, {}
+    except UserError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise UserError(f"{url}: cannot be listed ({type(error).__name__}: {first_line(error)}); "
+                        "check the address and the credentials") from error
+
+
 @cache
 def _system_of_process(url: str, process: int) -> tuple:
     """Return `file_system`, one for each process: clients do not survive a fork."""

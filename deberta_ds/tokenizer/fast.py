@@ -9,6 +9,7 @@ piece, so the names are replaced by texts that no document holds.
 import hashlib
 import itertools
 import json
+import math
 import os
 import unicodedata
 from array import array
@@ -27,6 +28,7 @@ from deberta_ds.tokenizer.roles import check_roles, look_up_roles, token_name
 # Workers are processes here; threads inside each would share the same cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _LARGEST = 1 << 24  # ids; a damaged file must not take all memory
+_MOST_GROWTH = 100  # characters that a normalizer may make of one
 # Words whose pieces BPE and Unigram keep. The library's own 10,000 are full after a megabyte of
 # text and stay; with these it executes 2.3 % less on 1.8 MB of novels. At most some 30 MB.
 _WORDS_KEPT = 1 << 17
@@ -192,6 +194,10 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
     hidden |= numbers & {token["id"] for token in added if token["special"]} - {unknown}
     model = _without_names(specification["model"], hidden)
     added = [token for token in added if not token["special"] or token["id"] not in numbers]
+    if (growth := _growth(specification.get("normalizer"))) > _MOST_GROWTH:
+        raise UserError(f"{place}: its normalizer makes {growth:,} characters of one by Replace "
+                        f"(at most {_MOST_GROWTH}, or a text could fill the memory); "
+                        "shorten what it writes")
     parts = specification | {"model": model, "added_tokens": added, "post_processor": None,
                              "truncation": None, "padding": None}
     try:
@@ -213,6 +219,19 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
     if hasattr(fast.model, "_resize_cache"):  # WordPiece has none
         fast.model._resize_cache(_WORDS_KEPT)
     return fast
+
+
+def _growth(normalizer) -> int:
+    """Return how many characters one can become by replacements, one after the other."""
+    if not isinstance(normalizer, dict):
+        return 1
+    inner = normalizer.get("normalizers")
+    if isinstance(inner, list):
+        return math.prod(map(_growth, inner))
+    content, pattern = normalizer.get("content"), normalizer.get("pattern")
+    replaced = pattern.get("String") if isinstance(pattern, dict) else None
+    length = len(replaced) if isinstance(replaced, str) and replaced else 1
+    return max(1, len(content) // length) if isinstance(content, str) else 1
 
 
 def _without_names(model: dict, hidden: set[int]) -> dict:

@@ -18,6 +18,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
+from deberta_ds.data import remote
 from deberta_ds.engine import engine
 from deberta_ds.planner.goodput import STATE_BYTES
 from deberta_ds.training.check import changed_values
@@ -171,6 +172,9 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
         lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]
     lines.append(dist.together(lambda: room(run.out_dir, inputs.num_parameters, run.train.keep,
                                             bool(run.train.best_metric))))
+    if run.train.upload:
+        dist.together(lambda: dist.is_main() and remote.listed_at(run.train.upload))
+        lines.append(f"train.upload = {run.train.upload}: can be listed")
     if dist.is_main():
         print("\n".join(lines))
     with TemporaryDirectory() as out:  # for the report of another vocabulary

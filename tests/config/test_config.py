@@ -101,6 +101,14 @@ def test_each_problem_is_named(run_file, override, expected):
     assert expected in str(error.value)
 
 
+def test_of_many_problems_the_first_hundred_are_told(run_file):
+    """The nearest known key was looked for 200,000 times."""
+    run_file.write_text(MINIMAL + "\n".join(f"k{i} = 1" for i in range(3000)))
+    with pytest.raises(ConfigError, match="^more than 100 problems in .*run.toml") as error:
+        run_config.load(run_file, [])
+    assert str(error.value).endswith("\n  2,900 more")
+
+
 def test_missing_and_invalid_files(tmp_path):
     with pytest.raises(ConfigError, match="no such run config"):
         run_config.load(tmp_path / "none.toml")

@@ -179,6 +179,9 @@ def _broken(tmp_path, name: str, change) -> Tokenizer:
     ("roberta", lambda v: v["model"]["merges"].append(["q~", "~q"]), "cannot load it"),
     ("modernbert", lambda v: v["added_tokens"][-1].update(id=9000), r"'\[unused0\]' has id 9000"),
     ("unigram", lambda v: v["model"]["vocab"].insert(0, 3), "Unigram vocabulary is damaged"),
+    ("bert", lambda v: v.update(normalizer={"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 30}] * 2}),
+     "makes 900 characters of one by Replace"),
 ])
 def test_what_is_missing_or_damaged_is_one_error(tmp_path, name, change, message):
     with pytest.raises(UserError, match=message) as error:
