@@ -42,6 +42,7 @@ from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.data.shards import MANIFEST, Manifest, read_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.files import SPM
+from deberta_ds.tokenizer.segmented import words_function
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
 TRAINED = "sha256"  # written last to OUT/tokenizer
@@ -80,6 +81,9 @@ class Build:
                           for units in self._units])
         self._filters = [read_rules(corpus.filters) if corpus.filters else None
                          for corpus in recipe.corpora]
+        for corpus in recipe.corpora:
+            if corpus.words:
+                words_function(corpus.words)
         path = recipe.tokenizer.path
         self._tokenizer = Tokenizer(fetch(path)) if path else None
         if recipe.against:
@@ -154,7 +158,7 @@ class Build:
             drop_heldout=bool(recipe.heldout_share and not corpus.heldout),
             leave_out=[str(self.out / "duplicates")] * recipe.dedup + [
                 str(self.out / "contaminated" / corpus.name)] * bool(recipe.against),
-            filters=self._filters[number], workers=self._workers)
+            filters=self._filters[number], words=corpus.words, workers=self._workers)
         for target, manifest in made.items():
             if not manifest.documents:
                 left_out = {key: count for key, count in manifest.counts.items() if count}

@@ -39,7 +39,7 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(f"{path}: made with another tokenizer than {tokenizer.path}; give the "
                         "corpus's own tokenizer")
-    lengths, frequencies = np.zeros(40, np.int64), np.zeros(manifest.vocab_size, np.int64)
+    lengths, frequencies = np.zeros(40, np.int64), np.zeros(2 * tokenizer.size, np.int64)
     longest = 0
     for shard in manifest.shards:
         tokens, ends = open_shard(path, shard)
@@ -57,7 +57,8 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
         used = sum(shard.tokens for shard in plan.shards) + 2 * pieces
         fill = used / max(1, rows * plan.seq_len)
         plans.append((plan.seq_len, rows, fill, pieces / max(1, rows), plan.hard_cuts))
-    starts = int(frequencies[tokenizer.word_starts()[: len(frequencies)]].sum())
+    starts = int(frequencies[tokenizer.stored_word_starts()].sum())
+    frequencies = frequencies.reshape(2, -1).sum(0)
     return CorpusStats(str(path), manifest, lengths, frequencies, sorted(plans), longest, starts)
 
 
