@@ -31,12 +31,7 @@ from deberta_ds.corpus.outputs import fetch
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import Recipe, TokenizerRecipe
 from deberta_ds.corpus.tokenize import tokenize_corpus
-from deberta_ds.corpus.train_tokenizer import (
-    TextChoices,
-    languages_of,
-    train_fast,
-    train_tokenizer,
-)
+from deberta_ds.corpus.train_tokenizer import languages_of, train_fast, train_tokenizer
 from deberta_ds.corpus.units import job
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.data.shards import MANIFEST, Manifest, read_manifest, rows_directory
@@ -51,12 +46,10 @@ TRAINED = "sha256"  # written last to OUT/tokenizer
 def train(wanted: TokenizerRecipe, units: list[list[Extent]], out: str | Path, *,
           read: ReadOptions, workers: int, max_bad: int) -> Tokenizer:
     """Write the tokenizer that a recipe asks for to `out`, a file (unigram) or directory."""
-    symbols = read_symbols(wanted.add_tokens) if wanted.add_tokens else []
     options: dict[str, Any] = {
         "pieces": wanted.vocab_size, "sample_bytes": wanted.sample_bytes, "read": read,
-        "character_coverage": wanted.character_coverage, "max_bad": max_bad,
-        "choices": TextChoices(tuple(symbols), bool(wanted.normalization), wanted.lower_case,
-                               wanted.split_digits, wanted.keep_white_space)}
+        "character_coverage": wanted.character_coverage, "max_bad": max_bad, "choices": wanted,
+        "symbols": read_symbols(wanted.add_tokens)}
     if wanted.temperature:
         options["languages"] = languages_of(units, read, wanted.sample_bytes, wanted.temperature,
                                             workers, max_bad)
@@ -128,9 +121,8 @@ class Build:
 
     def _make_tokenizer(self, planned: list[list[Extent]]) -> Tokenizer:
         out, wanted, given = self.out / "tokenizer", self._recipe.tokenizer, self._tokenizer
-        description = {"tokenizer": given.sha256 if given else asdict(wanted), "symbols":
-                       read_symbols(wanted.add_tokens) if wanted.add_tokens else [],
-                       "text_rules": TEXT_RULES_VERSION}
+        description = {"tokenizer": given.sha256 if given else asdict(wanted),
+                       "symbols": read_symbols(wanted.add_tokens), "text_rules": TEXT_RULES_VERSION}
         units = None if given else identified(planned, out)
         with job(out, description, finished=TRAINED, units=units) as is_done:
             for name, source in given.files.items() if given and not is_done else ():
