@@ -4,7 +4,8 @@
     OUT/corpus.json    written last: [data] of a run file, with paths from OUT
 
 Each directory is a job (units.py): it goes on after an interruption, takes changed inputs, and is
-rejected if another recipe has made it.
+rejected if another recipe has made it. The jobs of an array share out the units of each stage, and
+whichever is free when no other is at work completes it, with the units of jobs that never came.
 """
 
 import json
@@ -26,13 +27,13 @@ from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, p
 from deberta_ds.corpus.encode import CleanOptions
 from deberta_ds.corpus.extend_tokenizer import read_symbols
 from deberta_ds.corpus.filter_rules import read_rules
-from deberta_ds.corpus.identity import identified, inputs_of
+from deberta_ds.corpus.identity import Part, identified, inputs_of
 from deberta_ds.corpus.outputs import fetch
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import Recipe, TokenizerRecipe
 from deberta_ds.corpus.tokenize import tokenize_corpus
 from deberta_ds.corpus.train_tokenizer import languages_of, train_fast, train_tokenizer
-from deberta_ds.corpus.units import job
+from deberta_ds.corpus.units import AtWorkError, job
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.data.shards import MANIFEST, Manifest, read_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer
@@ -59,12 +60,13 @@ def train(wanted: TokenizerRecipe, units: list[list[Extent]], out: str | Path, *
 
 
 class Build:
-    """One build of a recipe. Attribute: out."""
+    """One build of a recipe, or a part of an array's. Attribute: out."""
 
-    def __init__(self, recipe: Recipe, workers: int = 1):
+    def __init__(self, recipe: Recipe, workers: int = 1, part: Part = None):
         """UserError for what is wrong with inputs, filters or a given tokenizer, before any work.
         """
         self.out, self._recipe, self._workers = Path(recipe.out), recipe, workers
+        self._part = part
         self._units = [[[replace(extent, read=corpus.read) for extent in unit]
                         for unit in plan_whole(
                             list(corpus.inputs), corpus.read, recipe.unit_bytes, workers=workers,
@@ -86,7 +88,7 @@ class Build:
         """Do what is not done, and write OUT/corpus.json, by which a run finds all of it."""
         self._identify()
         recipe, everything = self._recipe, [unit for units in self._units for unit in units]
-        tokenizer = self._made("tokenizer", self._make_tokenizer, everything)
+        tokenizer = self._completed(self._make_tokenizer, everything)
         if recipe.dedup:
             self._made("duplicates", find_duplicates, everything, self.out / "duplicates",
                        read=ReadOptions(), near_threshold=recipe.near, workers=self._workers)
@@ -115,9 +117,21 @@ class Build:
     def _made(self, what: str, make: Callable, *args, **options) -> Any:
         """Return what `make` returns, and say how long it took."""
         begun = time.monotonic()
-        result = make(*args, **options)
+        if self._part:
+            self._completed(make, *args, **options, part=self._part)
+        result = self._completed(make, *args, **options)
         print(f"{what}: {format_duration(time.monotonic() - begun)}", flush=True)
         return result
+
+    def _completed(self, make: Callable, *args, **options) -> Any:
+        """Return what `make` returns; a part of an array waits until no other is in its way."""
+        while True:
+            try:
+                return make(*args, **options)
+            except AtWorkError:
+                if not self._part:
+                    raise
+                time.sleep(0.2)
 
     def _make_tokenizer(self, planned: list[list[Extent]]) -> Tokenizer:
         out, wanted, given = self.out / "tokenizer", self._recipe.tokenizer, self._tokenizer
@@ -141,7 +155,7 @@ class Build:
         parts = ("train", "heldout")[:2 if corpus.heldout and self._recipe.heldout_share else 1]
         return [self.out / part / corpus.name for part in parts]
 
-    def _tokenize(self, number: int, tokenizer: Tokenizer) -> None:
+    def _tokenize(self, number: int, tokenizer: Tokenizer, part: Part = None) -> None:
         recipe, corpus, targets = self._recipe, self._recipe.corpora[number], self.targets(number)
         made = tokenize_corpus(
             self._units[number], targets[0], tokenizer, read=corpus.read, clean=CleanOptions(
@@ -150,7 +164,7 @@ class Build:
             drop_heldout=bool(recipe.heldout_share and not corpus.heldout),
             leave_out=[str(self.out / "duplicates")] * recipe.dedup + [
                 str(self.out / "contaminated" / corpus.name)] * bool(recipe.against),
-            filters=self._filters[number], words=corpus.words, workers=self._workers)
+            filters=self._filters[number], words=corpus.words, workers=self._workers, part=part)
         for target, manifest in made.items():
             if not manifest.documents:
                 left_out = {key: count for key, count in manifest.counts.items() if count}
