@@ -88,7 +88,7 @@ class Build:
         """Do what is not done, and write OUT/corpus.json, by which a run finds all of it."""
         self._identify()
         recipe, everything = self._recipe, [unit for units in self._units for unit in units]
-        tokenizer = self._completed(self._make_tokenizer, everything)
+        tokenizer = self._made("tokenizer", self._make_tokenizer, everything)
         if recipe.dedup:
             self._made("duplicates", find_duplicates, everything, self.out / "duplicates",
                        read=ReadOptions(), near_threshold=recipe.near, workers=self._workers)
@@ -117,7 +117,7 @@ class Build:
     def _made(self, what: str, make: Callable, *args, **options) -> Any:
         """Return what `make` returns, and say how long it took."""
         begun = time.monotonic()
-        if self._part:
+        if self._part and what != "tokenizer":  # which is one piece of work
             self._completed(make, *args, **options, part=self._part)
         result = self._completed(make, *args, **options)
         print(f"{what}: {format_duration(time.monotonic() - begun)}", flush=True)
