@@ -11,7 +11,7 @@ again: only what is missing is done. To override a value of the recipe, write --
 import dataclasses
 import re
 
-from options import add_workers
+from options import add_part, add_workers
 
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--dry_run", action="store_true",
                         help="show inputs and stages, and do nothing")
     add_workers(parser)
+    add_part(parser)
     args, overrides = parser.parse_known_args()
 
     from deberta_ds.config.options import explain, options_of
@@ -54,7 +55,7 @@ def build(args, overrides: list[str]) -> None:
     from deberta_ds.report.small_pages import write_filters_page
 
     recipe, origins = recipes.load(args.recipe, overrides)
-    job = Build(recipe, args.workers)
+    job = Build(recipe, args.workers, args.part)
     values = dataclasses.asdict(recipe) | {"corpora": [corpus.name for corpus in recipe.corpora]}
     print("\n".join(non_default_texts(values, origins, "recipe")), flush=True)
     if args.dry_run:

@@ -93,7 +93,8 @@ def add_part(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part", type=part_of_array, metavar="I/N",
         help="do only the I-th of N parts of the work, as job I of a job array (Slurm: "
-        "$SLURM_ARRAY_TASK_ID/N from 1); then run the same command without --part")
+        "$SLURM_ARRAY_TASK_ID/N from 1); then run the same command without --part (build.py: each "
+        "part waits for the others, and all end with the finished corpus)")
 
 
 def part_of_array(text: str) -> tuple[int, int]:

@@ -1,11 +1,9 @@
 #!/usr/bin/env python
 """Show statistics of corpora: lengths, packing, tokens by label, most frequent tokens."""
 
-from pathlib import Path
-
 from options import add_cache
 
-from deberta_ds.base.command_line import local, parser_for, positive
+from deberta_ds.base.command_line import parser_for, positive
 from deberta_ds.base.errors import exit_cleanly, still_at_work
 
 
@@ -15,28 +13,18 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="tokenizer of the corpus")
     parser.add_argument("--top", type=positive, default=20,
                         help="number of most frequent tokens to list")
-    parser.add_argument("--pictures", type=local, help="directory for one PNG per corpus")
     add_cache(parser)
     args = parser.parse_args()
 
     from deberta_ds.corpus.outputs import fetch
-    from deberta_ds.corpus.stats import corpus_stats, stats_picture, stats_text
+    from deberta_ds.corpus.stats import corpus_stats, stats_text
     from deberta_ds.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache))
-    paths = [fetch(path, cache=args.cache) for path in args.corpus]
-    names = [Path(path).name for path in paths]
-    for path in paths:
+    for path in [fetch(path, cache=args.cache) for path in args.corpus]:
         with still_at_work(lambda name=path: f"{name}: counting"):
             stats = corpus_stats(path, tokenizer)
         print(stats_text(stats, tokenizer, args.top), end="\n\n")
-        if args.pictures:
-            Path(args.pictures).mkdir(parents=True, exist_ok=True)
-            own_name = names.count(Path(path).name) == 1
-            name = Path(path).name if own_name else str(path).strip("./").replace("/", "-")
-            out = Path(args.pictures) / f"{name}.png"
-            stats_picture(stats, tokenizer, out)
-            print(f"picture: {out}\n")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--drop_heldout", action="store_true",
                         help="drop the documents that --heldout_share would hold out. Use it for "
                         "the other corpora of a mixture, so that no copies stay there")
-    add_fields(parser, CorpusRecipe, "min_characters", "min_letter_share", "filters")
+    add_fields(parser, CorpusRecipe, "min_characters", "min_letter_share", "filters", "words")
     add_fields(parser, Recipe, "max_bad")
     parser.add_argument("--leave_out", "--duplicates", nargs="+", default=[], metavar="FOUND",
                         help="skip the documents that dedup.py or decontaminate.py listed in these "
@@ -109,7 +109,7 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
         heldout_out=heldout_out, heldout_share=args.heldout_share, drop_heldout=args.drop_heldout,
         leave_out=[fetch(found, cache=args.cache) for found in args.leave_out],
         filters=read_rules(args.filters) if args.filters else None,
-        workers=args.workers, part=args.part)
+        words=args.words, workers=args.workers, part=args.part)
     if args.filters and not args.part:
         from deberta_ds.report.small_pages import write_filters_page
 

@@ -67,7 +67,7 @@ def make(args, out: str):
     read = read_options(args)
     units = plan(args, read) if args.inputs else []
     if args.extend:
-        symbols = extension.read_symbols(args.add_tokens) if args.add_tokens else []
+        symbols = extension.read_symbols(args.add_tokens)
         texts = sample_texts(units, args.sample_bytes, read, max_bad=args.max_bad)
         return extension.extend_tokenizer(args.extend, out, symbols, args.learn, texts)
     wanted = validate(TokenizerRecipe, {key: getattr(args, key) for key in TRAINED}, "options")

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from deberta_ds.base.command_line import checked, local_path, not_negative, parser_for, positive
+from deberta_ds.base.command_line import checked, local_path, natural, parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
 
 TRUNCATIONS = ("first", "second", "longest_first", "head_tail", "windows_mean", "windows_max")
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--truncation", choices=TRUNCATIONS, metavar="HOW",
                         help="what is cut of longer texts: " + ", ".join(TRUNCATIONS)
                         + " (default: as trained)")
-    parser.add_argument("--max_bad", type=not_negative, default=0, metavar="N",
+    parser.add_argument("--max_bad", type=natural, default=0, metavar="N",
                         help="go on after up to N rows that cannot be used; their lines say why")
     parser.add_argument("--encoding", default="",
                         help="of a table of text (default: UTF-8, or UTF-16 if found)")

@@ -162,7 +162,7 @@ def check_batch(batch: Batch, tokenizer: Tokenizer) -> None:
         original = np.where(target, labels, inputs)
         _check(row, not (original == tokenizer.mask_id).any(), "[MASK] without a label")
         _check_segments(row, original, segments_BL[b], positions_BL[b], tokenizer)
-        starts, lengths = word_spans(original, word_start, special[original])
+        starts, lengths = word_spans(word_start[original], special[original])
         hidden = np.add.reduceat(target, starts, dtype=np.int64) if len(starts) else lengths
         # `target` is False between words, so that a word's sum reaches to the next word's start.
         split = (hidden > 0) & (hidden < lengths)

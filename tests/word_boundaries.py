@@ -48,7 +48,7 @@ def compare_words(tokenizer: Tokenizer, text: str) -> dict[str, int]:
     blank = np.array([not piece.strip() for piece in tokenizer.readable(ids)], dtype=bool)
     pieces_at = Counter(int(low) for low, high in spans if high == low + 1)
     in_bytes = {place for place, count in pieces_at.items() if count > 1}
-    starts, lengths = word_spans(ids, tokenizer.word_starts(), special[ids])
+    starts, lengths = word_spans(tokenizer.word_starts()[ids], special[ids])
     unknown = {place for low, high in spans[special[ids]] for place in range(low, high)}
     found, split, last = set(), 0, 0
     for start, length in zip(starts, lengths, strict=True):

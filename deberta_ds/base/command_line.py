@@ -122,19 +122,14 @@ def local_path(text: str) -> Path:
 _LARGEST = 1 << 62
 
 
-def not_negative(text: str) -> int:
-    """Type of an option: a whole number from 0 on."""
+def natural(text: str) -> int:
+    """Type of an option: a whole number, 0 for what the option's help says."""
     return checked(text, int, lambda value: 0 <= value < _LARGEST, "a whole number from 0 to 2^62")
 
 
 def positive(text: str) -> int:
     """Type of an option: a whole number above 0."""
     return checked(text, int, lambda value: 0 < value < _LARGEST, "a whole number from 1 to 2^62")
-
-
-def natural(text: str) -> int:
-    """Type of an option: a whole number, 0 for what the option's help says."""
-    return not_negative(text)
 
 
 def positive_number(text: str) -> float:

@@ -7,6 +7,8 @@ import hashlib
 import inspect
 import re
 import sys
+import traceback
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +62,20 @@ def load(key: str, value: str, takes: tuple[str, ...] = ()) -> Any:
             raise UserError(f"{key}: {name} of {file} is called as {wanted}, and takes "
                             f"{inspect.signature(found)} ({error}); change its arguments") from None
     return found
+
+
+class OwnCodeError(UserError):
+    """A function of the user's own has failed, or returned what it must not."""
+
+
+def call(function: Callable, name: str, text: str) -> Any:
+    """Return `function(text)`; OwnCodeError for what it raises, with the line."""
+    try:
+        return function(text)
+    except Exception as error:  # whatever a user's code may raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise OwnCodeError(f"{name} failed on this document: {type(error).__name__}: {error} "
+                           f"({frame.filename}, line {frame.lineno})") from error
 
 
 def digest(key: str, value: str) -> str:

@@ -4,7 +4,8 @@
     OUT/corpus.json    written last: [data] of a run file, with paths from OUT
 
 Each directory is a job (units.py): it goes on after an interruption, takes changed inputs, and is
-rejected if another recipe has made it.
+rejected if another recipe has made it. The jobs of an array share out the units of each stage, and
+whichever is free when no other is at work completes it, with the units of jobs that never came.
 """
 
 import json
@@ -26,22 +27,18 @@ from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, p
 from deberta_ds.corpus.encode import CleanOptions
 from deberta_ds.corpus.extend_tokenizer import read_symbols
 from deberta_ds.corpus.filter_rules import read_rules
-from deberta_ds.corpus.identity import identified, inputs_of
+from deberta_ds.corpus.identity import Part, identified, inputs_of
 from deberta_ds.corpus.outputs import fetch
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import Recipe, TokenizerRecipe
 from deberta_ds.corpus.tokenize import tokenize_corpus
-from deberta_ds.corpus.train_tokenizer import (
-    TextChoices,
-    languages_of,
-    train_fast,
-    train_tokenizer,
-)
-from deberta_ds.corpus.units import job
+from deberta_ds.corpus.train_tokenizer import languages_of, train_fast, train_tokenizer
+from deberta_ds.corpus.units import AtWorkError, job
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.data.shards import MANIFEST, Manifest, read_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.files import SPM
+from deberta_ds.tokenizer.segmented import words_function
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
 TRAINED = "sha256"  # written last to OUT/tokenizer
@@ -50,12 +47,10 @@ TRAINED = "sha256"  # written last to OUT/tokenizer
 def train(wanted: TokenizerRecipe, units: list[list[Extent]], out: str | Path, *,
           read: ReadOptions, workers: int, max_bad: int) -> Tokenizer:
     """Write the tokenizer that a recipe asks for to `out`, a file (unigram) or directory."""
-    symbols = read_symbols(wanted.add_tokens) if wanted.add_tokens else []
     options: dict[str, Any] = {
         "pieces": wanted.vocab_size, "sample_bytes": wanted.sample_bytes, "read": read,
-        "character_coverage": wanted.character_coverage, "max_bad": max_bad,
-        "choices": TextChoices(tuple(symbols), bool(wanted.normalization), wanted.lower_case,
-                               wanted.split_digits, wanted.keep_white_space)}
+        "character_coverage": wanted.character_coverage, "max_bad": max_bad, "choices": wanted,
+        "symbols": read_symbols(wanted.add_tokens)}
     if wanted.temperature:
         options["languages"] = languages_of(units, read, wanted.sample_bytes, wanted.temperature,
                                             workers, max_bad)
@@ -65,12 +60,13 @@ def train(wanted: TokenizerRecipe, units: list[list[Extent]], out: str | Path, *
 
 
 class Build:
-    """One build of a recipe. Attribute: out."""
+    """One build of a recipe, or a part of an array's. Attribute: out."""
 
-    def __init__(self, recipe: Recipe, workers: int = 1):
+    def __init__(self, recipe: Recipe, workers: int = 1, part: Part = None):
         """UserError for what is wrong with inputs, filters or a given tokenizer, before any work.
         """
         self.out, self._recipe, self._workers = Path(recipe.out), recipe, workers
+        self._part = part
         self._units = [[[replace(extent, read=corpus.read) for extent in unit]
                         for unit in plan_whole(
                             list(corpus.inputs), corpus.read, recipe.unit_bytes, workers=workers,
@@ -80,6 +76,9 @@ class Build:
                           for units in self._units])
         self._filters = [read_rules(corpus.filters) if corpus.filters else None
                          for corpus in recipe.corpora]
+        for corpus in recipe.corpora:
+            if corpus.words:
+                words_function(corpus.words)
         path = recipe.tokenizer.path
         self._tokenizer = Tokenizer(fetch(path)) if path else None
         if recipe.against:
@@ -118,15 +117,26 @@ class Build:
     def _made(self, what: str, make: Callable, *args, **options) -> Any:
         """Return what `make` returns, and say how long it took."""
         begun = time.monotonic()
-        result = make(*args, **options)
+        if self._part and what != "tokenizer":  # which is one piece of work
+            self._completed(make, *args, **options, part=self._part)
+        result = self._completed(make, *args, **options)
         print(f"{what}: {format_duration(time.monotonic() - begun)}", flush=True)
         return result
 
+    def _completed(self, make: Callable, *args, **options) -> Any:
+        """Return what `make` returns; a part of an array waits until no other is in its way."""
+        while True:
+            try:
+                return make(*args, **options)
+            except AtWorkError:
+                if not self._part:
+                    raise
+                time.sleep(0.2)
+
     def _make_tokenizer(self, planned: list[list[Extent]]) -> Tokenizer:
         out, wanted, given = self.out / "tokenizer", self._recipe.tokenizer, self._tokenizer
-        description = {"tokenizer": given.sha256 if given else asdict(wanted), "symbols":
-                       read_symbols(wanted.add_tokens) if wanted.add_tokens else [],
-                       "text_rules": TEXT_RULES_VERSION}
+        description = {"tokenizer": given.sha256 if given else asdict(wanted),
+                       "symbols": read_symbols(wanted.add_tokens), "text_rules": TEXT_RULES_VERSION}
         units = None if given else identified(planned, out)
         with job(out, description, finished=TRAINED, units=units) as is_done:
             for name, source in given.files.items() if given and not is_done else ():
@@ -145,7 +155,7 @@ class Build:
         parts = ("train", "heldout")[:2 if corpus.heldout and self._recipe.heldout_share else 1]
         return [self.out / part / corpus.name for part in parts]
 
-    def _tokenize(self, number: int, tokenizer: Tokenizer) -> None:
+    def _tokenize(self, number: int, tokenizer: Tokenizer, part: Part = None) -> None:
         recipe, corpus, targets = self._recipe, self._recipe.corpora[number], self.targets(number)
         made = tokenize_corpus(
             self._units[number], targets[0], tokenizer, read=corpus.read, clean=CleanOptions(
@@ -154,7 +164,7 @@ class Build:
             drop_heldout=bool(recipe.heldout_share and not corpus.heldout),
             leave_out=[str(self.out / "duplicates")] * recipe.dedup + [
                 str(self.out / "contaminated" / corpus.name)] * bool(recipe.against),
-            filters=self._filters[number], workers=self._workers)
+            filters=self._filters[number], words=corpus.words, workers=self._workers, part=part)
         for target, manifest in made.items():
             if not manifest.documents:
                 left_out = {key: count for key, count in manifest.counts.items() if count}

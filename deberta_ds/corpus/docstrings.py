@@ -88,8 +88,9 @@ def write_docstrings(files: list[str], out: str | Path, *, max_bytes: int, heldo
           atomic_path(out / "heldout.jsonl") as heldout_path,
           open(train_path, "w", encoding="utf-8") as train,
           open(heldout_path, "w", encoding="utf-8") as heldout,
-          tqdm(total=max_bytes, desc="docstrings", unit="B", unit_scale=True, disable=None) as bar):
-        for found in _in_order(tasks, workers):
+          tqdm(total=max_bytes, desc="docstrings", unit="B", unit_scale=True, disable=None) as bar,
+          ProcessPoolExecutor(workers, FORK) as pool):
+        for found in pool.map(docstrings_of, tasks):
             counts["files"] += _FILES_PER_TASK
             for name, text in found:
                 digest = xxhash.xxh3_128_intdigest(text.encode())
@@ -104,6 +105,7 @@ def write_docstrings(files: list[str], out: str | Path, *, max_bytes: int, heldo
                 counts["characters"] += len(text)
             bar.update(min(counts["characters"], max_bytes) - bar.n)
             if counts["characters"] >= max_bytes:
+                pool.shutdown(cancel_futures=True)
                 break
         counts["files"] = min(counts["files"], len(files))
         if not (counts["train"] and counts["heldout"]):
@@ -150,20 +152,3 @@ def _python_files(directory: str, skipped: set[str]) -> Iterator[str]:
     for base, directories, names in os.walk(directory):
         directories[:] = sorted(name for name in directories if name not in skipped)
         yield from (os.path.join(base, name) for name in sorted(names) if name.endswith(".py"))
-
-
-def _in_order(tasks: list[list[str]], workers: int) -> Iterator[list[tuple[str, str]]]:
-    if workers == 1:
-        yield from map(docstrings_of, tasks)
-        return
-    with ProcessPoolExecutor(workers, FORK) as pool:
-        ahead = 4 * workers
-        running = [pool.submit(docstrings_of, task) for task in tasks[:ahead]]
-        try:
-            for index in range(len(tasks)):
-                yield running[index].result()
-                if index + ahead < len(tasks):
-                    running.append(pool.submit(docstrings_of, tasks[index + ahead]))
-        finally:
-            for future in running:
-                future.cancel()

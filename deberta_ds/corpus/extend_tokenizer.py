@@ -36,7 +36,11 @@ Merges = list[tuple[str, str]]
 
 
 def read_symbols(path: str | Path) -> list[str]:
-    """Return the symbols of a file, one a line; UserError for a line that cannot be a token."""
+    """Return the symbols of a file, one a line, none of no file; UserError for a line that cannot
+    be a token.
+    """
+    if not path:
+        return []
     with naming(path):
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):

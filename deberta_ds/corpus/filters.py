@@ -9,7 +9,6 @@ texts, so that it does not depend on the number of workers.
 import heapq
 import json
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
@@ -22,7 +21,7 @@ from deberta_ds.base.command_line import find
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
-from deberta_ds.base.own_code import load, short_name
+from deberta_ds.base.own_code import OwnCodeError, call, load, short_name
 from deberta_ds.corpus import quality
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.encode import token_count
@@ -61,7 +60,7 @@ class Filters:
         for step in self._steps:
             try:
                 verdict = step(verdict)
-            except _FunctionError as error:
+            except OwnCodeError as error:
                 raise UserError(f"{document.place()}: {error}") from error.__cause__
             if verdict.reason:
                 return verdict
@@ -117,22 +116,13 @@ def _personal(rules, verdict: Verdict) -> Verdict:
         f"masked: {kind}": count for kind, count in found.items()})
 
 
-class _FunctionError(Exception):
-    """A user's function has failed."""
-
-
 def _apply_function(function, name: str, verdict: Verdict) -> Verdict:
-    try:
-        text = function(verdict.text)
-    except Exception as error:  # whatever a user's code may raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise _FunctionError(f"{name} failed on this document: {type(error).__name__}: {error} "
-                             f"({frame.filename}, line {frame.lineno})") from error
+    text = call(function, name, verdict.text)
     if text is None:
         return verdict._replace(reason=f"function: {name}")
     if not isinstance(text, str):
-        raise _FunctionError(f"{name} returned {type(text).__name__}; it must return the text to "
-                             "keep, or None")
+        raise OwnCodeError(f"{name} returned {type(text).__name__}; it must return the text to "
+                           "keep, or None")
     if text == verdict.text:
         return verdict
     changes = verdict.changes | {f"changed by {name}": 1}

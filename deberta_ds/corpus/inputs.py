@@ -42,8 +42,23 @@ def open_seekable(path: str):
 def _open_remote(url: str):
     system, path = file_system(url)
     if url.startswith("http"):  # not every server gives a part of a file
-        return system.open(path, "rb")
+        return io.BufferedReader(_Streamed(system.open(path, "rb", block_size=0)), _REMOTE_BYTES)
     return io.BufferedReader(_RemoteFile(system, path, url), _REMOTE_BYTES)
+
+
+class _Streamed(io.RawIOBase):
+    """A remote file that is read from its front to its end."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 class _RemoteFile(io.RawIOBase):

@@ -44,7 +44,7 @@ def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, worke
         shutil.rmtree(directory)
     with job(directory, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
-            word_starts = tokenizer.word_starts()
+            word_starts = tokenizer.stored_word_starts()
             units = {shard.name: (str(corpus), shard, word_starts, seq_len)
                      for shard in manifest.shards}
             results = run_units(

@@ -43,6 +43,8 @@ class CorpusRecipe:
     min_characters: int = option("shorter documents are skipped", 1, **_SIZE)
     min_letter_share: float = option("documents with a smaller share of letters are skipped", 0.0,
                                      ge=0, le=1)
+    words: str = option("FILE.py:NAME, a function that returns the words of a text, for whole-word "
+                        "masks in scripts without spaces; empty: each token of these is a word", "")
     heldout: bool = option("hold out documents for evaluation; false: drop them, as other corpora "
                            "may hold out copies", True)
     weight: float = option("share of the sequences, relative to the other corpora; 0: by tokens "

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import atomic_path
 from deberta_ds.data.corpus import Corpus, open_shard
 from deberta_ds.data.shards import Manifest, read_manifest, read_rows_manifest
 from deberta_ds.tokenizer import Tokenizer, unknown_pieces
@@ -39,7 +38,7 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(f"{path}: made with another tokenizer than {tokenizer.path}; give the "
                         "corpus's own tokenizer")
-    lengths, frequencies = np.zeros(40, np.int64), np.zeros(manifest.vocab_size, np.int64)
+    lengths, frequencies = np.zeros(40, np.int64), np.zeros(2 * tokenizer.size, np.int64)
     longest = 0
     for shard in manifest.shards:
         tokens, ends = open_shard(path, shard)
@@ -57,7 +56,8 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
         used = sum(shard.tokens for shard in plan.shards) + 2 * pieces
         fill = used / max(1, rows * plan.seq_len)
         plans.append((plan.seq_len, rows, fill, pieces / max(1, rows), plan.hard_cuts))
-    starts = int(frequencies[tokenizer.word_starts()[: len(frequencies)]].sum())
+    starts = int(frequencies[tokenizer.stored_word_starts()].sum())
+    frequencies = frequencies.reshape(2, -1).sum(0)
     return CorpusStats(str(path), manifest, lengths, frequencies, sorted(plans), longest, starts)
 
 
@@ -111,46 +111,3 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     if lost := unknown_pieces(unknown, tokens):
         found.append(f"{lost}; {remedy}")
     return found
-
-
-def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> None:
-    """Write a PNG: document lengths, rank-frequency of tokens, labels or top tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    ink, blue = "#333333", "#3b6ea5"
-    pyplot.rcParams.update({"font.size": 9, "text.color": ink, "axes.edgecolor": "#999999",
-                            "axes.spines.top": False, "axes.spines.right": False,
-                            "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink})
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 4.6), constrained_layout=True)
-    last = int(np.flatnonzero(stats.lengths).max(initial=0)) + 1
-    first = int(np.flatnonzero(stats.lengths).min(initial=last))
-    powers = range(first, last)
-    axes[0].bar(powers, stats.lengths[first:last], color=blue, width=0.85)
-    axes[0].set_xticks(powers, [f"{2**power:,}" for power in powers], rotation=45, ha="right")
-    axes[0].set(title="Document length", xlabel="tokens", ylabel="documents")
-    ordered = np.sort(stats.frequencies[stats.frequencies > 0])[::-1]
-    axes[1].loglog(np.arange(1, len(ordered) + 1), ordered, color=blue)
-    unused = int((stats.frequencies == 0).sum())
-    axes[1].set(title=f"Piece frequency ({unused:,} of {len(stats.frequencies):,} ids unused)",
-                xlabel="rank", ylabel="count")
-    labels = {k: v[2] for k, v in stats.manifest.labels.items()}
-    if len(labels) > 1:
-        largest = sorted(labels, key=labels.__getitem__)[-30:]
-        names, sizes = largest, np.array([labels[label] for label in largest])
-        title, unit = "Tokens by label", "tokens"
-    else:
-        order = np.argsort(-stats.frequencies, kind="stable")[:20][::-1].tolist()
-        names = [piece.replace(" ", "_") for piece in tokenizer.readable(order)]
-        sizes, title, unit = stats.frequencies[order], "Most frequent tokens", "count"
-    axes[2].barh(range(len(names)), sizes, color=blue)
-    axes[2].set_yticks(range(len(names)), names, fontsize=7)
-    axes[2].set(title=title, xlabel=unit)
-    counts = stats.manifest.counts
-    figure.suptitle(f"{Path(stats.path).name}: {counts['documents']:,} documents, "
-                    f"{counts['tokens']:,} tokens", fontsize=11)
-    with atomic_path(out) as temporary:
-        figure.savefig(temporary, dpi=130, format="png")
-    pyplot.close(figure)

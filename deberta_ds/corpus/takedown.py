@@ -96,7 +96,7 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
                 "hard_cuts": {}}
     tokenizer = Tokenizer(tokenizer_path)
     tokens, ends = open_shard(corpus, shard)
-    word_starts = tokenizer.word_starts()
+    word_starts = tokenizer.stored_word_starts()
     cuts = {str(length): -cut_documents(ends, tokens, word_starts, length - FRAME_TOKENS)[2]
             for length in plans}
     table, is_gone = Origins(corpus).table(shard.name), set(gone)

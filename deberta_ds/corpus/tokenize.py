@@ -20,6 +20,7 @@ import xxhash
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import link
+from deberta_ds.base.own_code import OwnCodeError
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.encode import (
     COUNTS,
@@ -47,6 +48,7 @@ from deberta_ds.data.shards import (
     write_manifest,
 )
 from deberta_ds.tokenizer import Tokenizer, unknown_pieces
+from deberta_ds.tokenizer.segmented import tokenizer_of
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
 SHARD_TOKENS = 1 << 27
@@ -58,14 +60,15 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
                     read: ReadOptions, clean: CleanOptions, heldout_out: str | Path | None = None,
                     heldout_share: float = 0.0, drop_heldout: bool = False,
                     leave_out: Sequence[str] = (), filters: FilterRules | None = None,
-                    workers: int = 1, part: Part = None) -> dict[str, Manifest]:
+                    words: str = "", workers: int = 1, part: Part = None) -> dict[str, Manifest]:
     """Write the corpus `out` (and the held-out one) and return {directory: manifest}; {} after one
     part of an array of jobs.
 
     `leave_out`: directories of findings over these inputs (and others). A document is held
     out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
     such documents are left out and no held-out corpus is written. With `filters`, what they did
-    is written to OUT/filters.json. Completed units of an earlier run of the same job are kept.
+    is written to OUT/filters.json. `words`: FILE.py:NAME, a function that says where words start
+    (tokenizer/segmented.py). Completed units of an earlier run of the same job are kept.
     """
     targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
     _check_heldout(targets, heldout_share, drop_heldout)
@@ -79,6 +82,8 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
         search.check(extents_of(units.values(), part), read)
     if filters:
         filters_of(filters)  # a bad function or language is said before any work
+    if words:
+        tokenizer = tokenizer_of(str(tokenizer.path), words)
     description = _description(tokenizer, read, clean, share, drop_heldout, searches,
                                filters)
     with ExitStack() as stack:
@@ -87,8 +92,10 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
                     for target in reversed(targets)]
         if not all(finished):
             work = [f"{out}/{MARKERS}/{side}" for side in range(len(targets))]
+            found = [(directory, search.content_hash)
+                     for directory, search in zip(leave_out, searches, strict=True)]
             jobs = {name: (name, unit, work, str(tokenizer.path), read, clean, share,
-                           list(leave_out), filters) for name, unit in units.items()}
+                           found, filters, words) for name, unit in units.items()}
             total = Tally(filters.examples) if filters else None
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
                                 part=part, keep=partial(_without_tally, total=total))
@@ -152,7 +159,8 @@ def _description(tokenizer: Tokenizer, read: ReadOptions,
         "heldout_share": share,
         "drop_heldout": drop_heldout, "leave_out": [search.content_hash for search in searches],
     }
-    return description | ({"filters": describe(filters)} if filters else {})
+    return description | ({"filters": describe(filters)} if filters else {}) | (
+        {"words": tokenizer.words} if tokenizer.words else {})
 
 
 def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
@@ -172,9 +180,10 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
 
 def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer_path: str,
                   read: ReadOptions, clean: CleanOptions, heldout_share: float,
-                  leave_out: list[str], filters: FilterRules | None = None) -> dict:
+                  leave_out: list[tuple[str, str]], filters: FilterRules | None = None,
+                  words: str = "") -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
-    tokenizer = _tokenizer(tokenizer_path)
+    tokenizer = tokenizer_of(tokenizer_path, words)
     tally = Tally(filters.examples) if filters else None
     # A tokenizer of rules of its own is given the raw text: then often nobody asks for this one.
     is_read = not tokenizer.normalizes_itself or bool(
@@ -187,7 +196,7 @@ def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer_p
         writers = [stack.enter_context(_Rolling(target, name, tokenizer, counts))
                    for target in targets]
         for documents in batches(_wanted(unit, read, leave_out, filters, tally, counts,
-                                          tokenizer)):
+                                         tokenizer_of(tokenizer_path))):
             texts = cleaner.texts(documents)
             sides = [int(is_held_out(text, heldout_share)) if text else None for text in texts
                      ] if heldout_share or not all(texts) else []
@@ -212,11 +221,11 @@ def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer_p
             "problems": cleaner.problems} | ({"filters": asdict(tally)} if tally else {})
 
 
-def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[str],
+def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[tuple[str, str]],
             filters: FilterRules | None, tally: Tally | None, counts: dict[str, int],
             tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield the documents of one unit but those that searches found or filters drop."""
-    searches = [_findings(directory) for directory in leave_out]
+    searches = [_findings(*found) for found in leave_out]
     for extent in joined(unit):
         if not searches and not filters:
             yield from read_unit([extent], read)
@@ -265,12 +274,15 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
                "characters": sum(row[1] for row in labels.values()),
                "tokens": sum(shard.tokens for shard in shards)}
     return Manifest(
-        dtype=token_dtype(tokenizer.size).str, vocab_size=tokenizer.size,
+        dtype=token_dtype(tokenizer.stored_size).str, vocab_size=tokenizer.size,
         tokenizer_sha256=tokenizer.sha256, special_ids=tokenizer.special_ids, counts=counts,
-        labels=dict(sorted(labels.items())), shards=shards)
+        labels=dict(sorted(labels.items())), shards=shards, words=tokenizer.words)
 
 
-_findings, _tokenizer = cache(Findings), cache(Tokenizer)
+@cache
+def _findings(directory: str, content_hash: str) -> Findings:
+    """Return what a search has found, read once per process and state of the directory."""
+    return Findings(directory)
 
 
 class _Rolling:
@@ -279,7 +291,7 @@ class _Rolling:
     def __init__(self, target: str, unit: str, tokenizer: Tokenizer, counts: dict[str, int]):
         self._counts = counts
         self._target, self._unit, self._tokenizer = target, unit, tokenizer
-        self._dtype = token_dtype(tokenizer.size)
+        self._dtype = token_dtype(tokenizer.stored_size)
         self._shards: list[ShardInfo] = []
         self._writer: ShardWriter | None = None
         self._origins: OriginWriter | None = None
@@ -297,9 +309,19 @@ class _Rolling:
 
     def write(self, texts: list[str], documents: list[Document]) -> None:
         """Add documents; `texts`: what the tokenizer is given of each."""
-        ids, lengths, owners = encode_joined(self._tokenizer, texts)
-        if self._tokenizer.unk_id is not None:
-            self.unknown_tokens += int(np.count_nonzero(ids == self._tokenizer.unk_id))
+        try:
+            ids, lengths, owners = encode_joined(self._tokenizer, texts)
+        except OwnCodeError:
+            for document, text in zip(documents, texts, strict=True):  # which is it?
+                try:
+                    encode_joined(self._tokenizer, [text])
+                except OwnCodeError as error:
+                    raise UserError(f"{document.place()}: {error}") from error.__cause__
+            raise
+        if (unknown := self._tokenizer.unk_id) is not None:
+            self.unknown_tokens += int(np.count_nonzero(ids == unknown))
+            if self._tokenizer.words:
+                self.unknown_tokens += int(np.count_nonzero(ids == unknown + self._tokenizer.size))
         if 0 in lengths:  # such as of characters that the tokenizer removes
             owners = list(compress(owners, lengths))
             lengths = list(filter(None, lengths))

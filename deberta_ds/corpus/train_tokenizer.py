@@ -8,9 +8,8 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +29,7 @@ from deberta_ds.corpus.documents import Extent, ReadOptions
 from deberta_ds.corpus.encode import Cleaner, CleanOptions
 from deberta_ds.corpus.identity import check_unchanged, extents_of
 from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.units import FORK
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer, normalization
@@ -47,18 +47,8 @@ from deberta_ds.tokenizer.text import UNSPACED
 # input, exact to one piece. Where a language has less than its share the chance is above 1: pieces
 # repeat.
 SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences over 4192 bytes without a word
+_AS_IS = TokenizerRecipe()
 Languages = dict[str, tuple[int, float]]  # {label: (characters there, characters wanted)}
-
-
-@dataclass(frozen=True)
-class TextChoices:
-    """What a new tokenizer makes of a text beside the text rules, as the command's options say."""
-
-    symbols: tuple[str, ...] = ()
-    nfkc: bool = False
-    lower_case: bool = False
-    split_digits: bool = False
-    keep_white_space: bool = False
 
 
 def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions,
@@ -171,7 +161,8 @@ SCORE_UNIT = 1 / 16  # nats: sums of its multiples are exact in float32 up to 2*
 def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, sample_bytes: int,
                     read: ReadOptions, character_coverage: float = 0.9995, threads: int = 2,
                     languages: Languages | None = None, max_bad: int = 0,
-                    choices: TextChoices = TextChoices()) -> Tokenizer:
+                    choices: TokenizerRecipe = _AS_IS,
+                    symbols: Sequence[str] = ()) -> Tokenizer:
     """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (spm_rules.py), next to which it keeps case
@@ -185,8 +176,8 @@ def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, 
     if any(os.path.realpath(extent.path) == os.path.realpath(out)
            for unit in units for extent in unit):
         raise UserError(f"{out}: is one of the inputs; name another file")
-    for symbol in choices.symbols:  # found before the normalizer here, behind it in an export
-        plain = unicodedata.normalize("NFKC" if choices.nfkc else "NFC", symbol)
+    for symbol in symbols:  # found before the normalizer here, behind it in an export
+        plain = unicodedata.normalize("NFKC" if choices.normalization else "NFC", symbol)
         if symbol != (plain.lower() if choices.lower_case else plain):
             raise UserError(f"{out}: the normalizer would change the symbol {symbol!r}; give it as "
                             "it is in normalized text")
@@ -198,14 +189,14 @@ def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, 
         failed: list[Exception | KeyboardInterrupt] = []
         write_atomic(rules, normalizer_tsv(choices.lower_case))
         named = "nmt_" * (not choices.keep_white_space) + "nfkc" + "_cf" * choices.lower_case \
-            if choices.nfkc else "identity" * choices.keep_white_space
+            if choices.normalization else "identity" * choices.keep_white_space
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=_noting(failed, _shown(sample, sample_bytes)),
                 model_writer=model,
                 vocab_size=pieces,
                 model_type="unigram",
-                user_defined_symbols=list(choices.symbols),
+                user_defined_symbols=list(symbols),
                 split_digits=choices.split_digits,
                 remove_extra_whitespaces=not choices.keep_white_space,
                 allow_whitespace_only_pieces=choices.keep_white_space,
@@ -287,7 +278,8 @@ _LONGEST_WORD = 200  # characters
 def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int,
                sample_bytes: int, read: ReadOptions, character_coverage: float = 0.9995,
                languages: Languages | None = None, max_bad: int = 0,
-               choices: TextChoices = TextChoices()) -> Tokenizer:
+               choices: TokenizerRecipe = _AS_IS,
+               symbols: Sequence[str] = ()) -> Tokenizer:
     """Write the tokenizer to directory `out` and return it: `pieces` pieces and [MASK].
 
     Memory is bounded by `sample_bytes`, taken evenly from the start of every unit, or as
@@ -319,7 +311,7 @@ def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces:
     parts["added_tokens"] = parts["added_tokens"][:len(SPECIAL_PIECES)]  # bytes are pieces
     parts["added_tokens"].append(special_token(MASK_PIECE, pieces, is_mask=True))
     parts["added_tokens"] += [special_token(symbol, number, False) | {"special": False}
-                              for number, symbol in enumerate(choices.symbols, pieces + 1)]
+                              for number, symbol in enumerate(symbols, pieces + 1)]
     write_atomic(out / JSON, json.dumps(parts, ensure_ascii=False) + "\n")
     write_tokenizer_json(Tokenizer(out / JSON), out)
     return Tokenizer(out)
@@ -334,8 +326,8 @@ def check_directory(out: Path) -> None:
             raise UserError(f"{out}: holds another tokenizer ({name}); give another directory")
 
 
-def _untrained(kind: str, pieces: int, choices: TextChoices):
-    rules = [normalizers.NFKC()] if choices.nfkc else []
+def _untrained(kind: str, pieces: int, choices: TokenizerRecipe):
+    rules = [normalizers.NFKC()] if choices.normalization else []
     if choices.keep_white_space:
         rules = rules or [normalizers.NFC()]
     else:

@@ -49,6 +49,10 @@ _OTHERS = ("{}: holds the output of other inputs or options (see {}); remove it 
 FORK = multiprocessing.get_context("fork")
 
 
+class AtWorkError(UserError):
+    """Another process is at work in the directory of a job."""
+
+
 @contextmanager
 def job(directory: str | Path, description: dict, *, finished: str, part: Part = None,
         other: Path | None = None, units: Units | None = None) -> Iterator[bool]:
@@ -182,7 +186,7 @@ def _take_lock(path: Path, kind: int) -> int:
         except BlockingIOError:
             owner = os.read(descriptor, 200).decode(errors="replace").strip()
             os.close(descriptor)
-            raise UserError(
+            raise AtWorkError(
                 f"{path.parent}: another command is at work here ({owner or 'just started'}); let "
                 "it end, or give another directory") from None
         except OSError as error:  # a file system without locks

@@ -147,7 +147,15 @@ class Corpus:
             raise self._bad_row(number, int(bad.argmax()))
 
     def row(self, index: int) -> list[np.ndarray]:
-        """Return the pieces of row `index`: token arrays without special tokens, in order.
+        """Return the pieces of row `index`: ids without special tokens, in order; UserError as of
+        `stored_row`.
+        """
+        pieces = self.stored_row(index)
+        size = self.manifest.vocab_size
+        return [piece % size for piece in pieces] if self.manifest.words else pieces
+
+    def stored_row(self, index: int) -> list[np.ndarray]:
+        """Return the pieces of row `index` as the shard holds them (shards.py).
 
         UserError if the plan leads outside of the shard or gives more than a row holds.
         """

@@ -33,22 +33,25 @@ LONGEST_WORD = 16  # tokens
 
 def mask_row(ids: np.ndarray, word_start: np.ndarray, character_start: np.ndarray,
              special: np.ndarray, mask: MaskConfig, mask_id: int, rng: np.random.Generator,
-             pad_id: int = 0, rate: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+             pad_id: int = 0, rate: float | None = None, flipped_L: np.ndarray | None = None
+             ) -> tuple[np.ndarray, np.ndarray]:
     """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
 
     `word_start`, `character_start` (ids that begin a character) and `special` (pad, cls, sep, unk
     and mask) are bool tables over the tokenizer's ids. Of the chosen tokens `mask_share` become
     [MASK], `random_share` a random ordinary id, the rest stay. Labels are the original ids there
     and -100 elsewhere. A row with any word gets at least one target. `rate` is the row's; without
-    it `mask.rate`.
+    it `mask.rate`. `flipped_L`: where a word starts though the table says not, or the other way.
     """
-    special_L = special[ids]
+    special_L, begins_L = special[ids], word_start[ids]
+    if flipped_L is not None:
+        begins_L ^= flipped_L
     rate = mask.rate if rate is None else rate
     budget = max(1, round(rate * int(np.count_nonzero(ids != pad_id))))
     if mask.selection == "deberta_window":
-        return _deberta_window(ids, word_start, special_L, mask, rate, budget, mask_id,
+        return _deberta_window(ids, begins_L, special_L, mask, rate, budget, mask_id, len(special),
                                random.Random(int(rng.integers(1 << 63))))
-    starts, lengths = word_spans(ids, word_start, special_L)
+    starts, lengths = word_spans(begins_L, special_L)
     starts, lengths = cut_long_words(starts, lengths, budget, character_start[ids])
     if mask.selection != "uniform":
         words = _choose_by(mask.selection, ids, starts, lengths, budget, rng)
@@ -72,20 +75,18 @@ def mask_row(ids: np.ndarray, word_start: np.ndarray, character_start: np.ndarra
     return output, labels
 
 
-def word_spans(ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray
-              ) -> tuple[np.ndarray, np.ndarray]:
+def word_spans(begins_L: np.ndarray, special_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (starts, lengths) of the words of a row; special tokens belong to no word.
 
     A token after a special one starts a word even if its id would continue one.
     """
-    begins = word_start[ids]
-    begins |= special_L
+    begins = begins_L | special_L
     begins[1:] |= special_L[:-1]
     begins[0] = True
     edges = begins.nonzero()[0]  # of words and of special tokens
     lengths = np.empty_like(edges)
     np.subtract(edges[1:], edges[:-1], out=lengths[:-1])
-    lengths[-1] = len(ids) - edges[-1]
+    lengths[-1] = len(begins) - edges[-1]
     ordinary = ~special_L[edges]
     return edges[ordinary], lengths[ordinary]
 
@@ -189,13 +190,13 @@ def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return (starts - after + lengths).repeat(lengths) + np.arange(int(after[-1]))
 
 
-def _deberta_window(ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray,
-                    mask: MaskConfig, rate: float, budget: int, mask_id: int, rng: random.Random
-                   ) -> tuple[np.ndarray, np.ndarray]:
+def _deberta_window(ids: np.ndarray, begins_L: np.ndarray, special_L: np.ndarray,
+                    mask: MaskConfig, rate: float, budget: int, mask_id: int, num_ids: int,
+                    rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
     """The official sampler, draw for draw."""
     units: list[list[int]] = []
     for position in np.flatnonzero(~special_L).tolist():
-        if mask.max_ngram > 1 and units and not word_start[ids[position]]:
+        if mask.max_ngram > 1 and units and not begins_L[position]:
             units[-1].append(position)
         else:
             units.append([position])
@@ -213,7 +214,7 @@ def _deberta_window(ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarr
     output, labels = ids.copy(), np.full(len(ids), IGNORE, dtype=np.int64)
     # The official sum; 1 - random_share may round to another number, and change a row of a run.
     shown = mask.mask_share + (1.0 - mask.mask_share - mask.random_share)
-    pool = range(len(word_start))  # special ids too
+    pool = range(num_ids)  # special ids too
     count = 0
     for unit, is_marked in zip(units, marked, strict=True):
         if not is_marked:

@@ -60,7 +60,8 @@ class RowDataset:
                 replaced.verify(verify)
         self._draws_by, self._rows_of_run = sample_by, rows_of_run
         official = mask.selection == "deberta_window"
-        self._word_start = tokenizer.official_word_starts() if official else tokenizer.word_starts()
+        self._own_words = tokenizer.word_starts()  # where a corpus has `words`
+        self._word_start = tokenizer.official_word_starts() if official else self._own_words
         self._character_start = tokenizer.character_starts()
         self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
         self._cls_id, self._sep_id, self._pad_id = (tokenizer.cls_id, tokenizer.sep_id,
@@ -109,7 +110,7 @@ class RowDataset:
     def read(self, g: int) -> list[np.ndarray]:
         """Return the stored pieces of row g: all of a row that needs the disk; thread-safe."""
         source, row = self.locate(g)
-        return self._corpora[source].row(row)
+        return self._corpora[source].stored_row(row)
 
     def build(self, g: int, pieces: list[np.ndarray]) -> Row:
         """Return row g from the pieces that `read` has given."""
@@ -133,13 +134,17 @@ class RowDataset:
 
     def natural_row(self, row: int, eval_seed: int) -> Row:
         """Return row `row` of the first source as stored; masks are keyed by (eval_seed, row)."""
-        return self._build(self._corpora[0].row(row), row, eval_seed, (0, row),
+        return self._build(self._corpora[0].stored_row(row), row, eval_seed, (0, row),
                            self.mask.rate_at(1.0))
 
     def _build(self, pieces: list[np.ndarray], g: int, seed: int, place: tuple[int, int],
                rate: float, draw: int = 0) -> Row:
         ids, segments, positions = frame_pieces(pieces, self.seq_len, self._cls_id, self._sep_id,
                                                 self.attend_across_documents, self._pad_id)
+        word_start, flipped = self._word_start, None
+        if self._corpora[place[0]].manifest.words:
+            word_start, flipped = self._own_words, ids >= len(self._special)
+            ids[flipped] -= len(self._special)
         if int(ids.max()) >= len(self._special) or (ids == self._mask_id).any():
             corpus, worst = self._corpora[place[0]], int(ids.max())
             worst = worst if worst >= len(self._special) else self._mask_id
@@ -153,8 +158,8 @@ class RowDataset:
             return Row(g, *replaced.apply(draw, shard, row, ids), segments, positions)
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
         input_ids, labels = mask_row(
-            ids, self._word_start, self._character_start, self._special, self.mask, self._mask_id,
-            rng, pad_id=self._pad_id, rate=rate)
+            ids, word_start, self._character_start, self._special, self.mask, self._mask_id, rng,
+            pad_id=self._pad_id, rate=rate, flipped_L=flipped)
         return Row(g, input_ids, labels, segments, positions)
 
 

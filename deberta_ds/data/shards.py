@@ -3,7 +3,9 @@
     corpus/
       manifest.json          written last; its sha256 is the corpus content hash
       tokens/NAME.npy        uint16 if the tokenizer's size <= 65536 else uint32; documents
-                             back to back, no special tokens
+                             back to back, no special tokens. With `words` in the manifest,
+                             id + vocab_size where a token starts a word that its id does not,
+                             or the other way round (tokenizer/segmented.py)
       ends/NAME.npy          int64, cumulative document ends
       rows-512/
         manifest.json        written last; its sha256 joins the content_hash
@@ -74,6 +76,7 @@ class Manifest:
     counts: dict[str, int]
     labels: dict[str, _LabelCounts]
     shards: tuple[ShardInfo, ...]
+    words: str = ""  # FILE.py:NAME and sha256 of the function that said where words start
     version: int = FORMAT_VERSION
 
     @property
@@ -110,6 +113,8 @@ def rows_directory(corpus: str | Path, seq_len: int) -> Path:
 def canonical_json(value: Manifest | RowsManifest) -> str:
     """Return the one text form of a manifest: sorted keys, one shard a line."""
     fields = asdict(value)
+    if not fields.get("words", True):  # most corpora; their hashes are older than this field
+        del fields["words"]
     shards = [json.dumps(shard, sort_keys=True) for shard in fields.pop("shards")]
     head = json.dumps(fields, sort_keys=True)[:-1]
     return head + ', "shards": [\n' + ",\n".join(shards) + "\n]}\n"

@@ -6,7 +6,7 @@ Nothing is imported above that takes time: --help and a mistyped option are answ
 import argparse
 from typing import TYPE_CHECKING
 
-from deberta_ds.base.command_line import local_path, not_negative, positive
+from deberta_ds.base.command_line import local_path, natural, positive
 from deberta_ds.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--carve_train", nargs="+", default=[], metavar="TASK",
         help="cut the train split of these tasks out of val, by passage")
     add("--any_size", action="store_true", help="accept files that are not of the official size")
-    add("--max_bad", type=not_negative, default=0, metavar="N",
+    add("--max_bad", type=natural, default=0, metavar="N",
         help="leave out up to N rows of a table that cannot be used")
     add("--skip_test", action="store_true", help="make no test predictions")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it

@@ -26,8 +26,11 @@ class Tokenizer:
     special_ids {role: id} of these; size (largest id + 1; a model's vocab_size must be at least
     this); mask_piece; sha256, of the SentencePiece model or of all that `tokenizers` computes with;
     normalizes_itself, True if text is given to it as it stands
-    (docs/explanation/tokenizers.md); lost, what of a text it skips in silence.
+    (docs/explanation/tokenizers.md); lost, what of a text it skips in silence; stored_size, of the
+    ids in shards, and words, the name and hash of a function for them (segmented.py).
     """
+
+    words = ""
 
     def __init__(self, path: str | Path):
         """Load the tokenizer at `path`, a file or a directory (files.py says which); UserError if
@@ -54,7 +57,7 @@ class Tokenizer:
         self.pad_id, self.cls_id, self.sep_id, self.mask_id = (
             self.special_ids[role] for role in ("pad", "cls", "sep", "mask"))
         self.unk_id = self.special_ids.get("unk")
-        self.size = len(engine.pieces)
+        self.size = self.stored_size = len(engine.pieces)
         self.mask_piece = engine.pieces[self.mask_id]
 
     def __reduce__(self) -> tuple:
@@ -143,6 +146,10 @@ class Tokenizer:
     def word_starts(self) -> np.ndarray:
         """Return bool[size]: whether each id starts a word (the rule is in words.py)."""
         return self._table(self._engine.starts_word)
+
+    def stored_word_starts(self) -> np.ndarray:
+        """Return bool[2 * size]: `word_starts` for ids as shards hold them (segmented.py)."""
+        return np.concatenate([self.word_starts(), ~self.word_starts()])
 
     def official_word_starts(self) -> np.ndarray:
         """Return bool[size]: the words of microsoft/DeBERTa, for `selection = "deberta_window"`.

@@ -70,7 +70,7 @@ def build(*options: str) -> str:
     return run_main(BUILD, "--recipe", "corpus.toml", "--workers", "1", *options)
 
 
-def killed(unit: int) -> bool:
+def killed(unit: int, *options: str) -> bool:
     """Build in a child process that kills itself before its work unit of this number."""
     child = os.fork()
     if not child:
@@ -82,7 +82,7 @@ def killed(unit: int) -> bool:
             run(*arguments)
 
         run, units._run_one = units._run_one, run_one
-        build("--out=killed")
+        build(*(options or ("--out=killed",)))
         os._exit(0)
     return os.waitpid(child, 0)[1] == signal.SIGKILL
 
@@ -98,6 +98,18 @@ def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path):
     assert "Said in both corpora." in texts["web"] and FOUND not in texts["web"]
     assert "Said in both corpora." not in texts["lines"] and len(texts["lines"]) > 40
     assert read_manifest("shards/train/web")[0].counts["contaminated"] == 1
+
+
+def test_jobs_of_an_array_share_a_build_and_do_the_work_of_one_that_is_killed():
+    build()
+    parts = []
+    for number in (1, 2, 3):  # the first is killed, the fourth never comes
+        parts.append(os.fork())
+        if not parts[-1]:
+            killed(2 if number == 1 else 99, "--out=array", "--part", f"{number}/4")
+            os._exit(0)
+    assert not any(os.waitpid(part, 0)[1] for part in parts)
+    assert tree("array") == tree("shards")
 
 
 def test_runs_name_the_corpus_by_one_key_or_are_written_for_it(tmp_path, monkeypatch):
@@ -178,6 +190,7 @@ def test_options_of_single_commands_have_the_limits_of_the_recipe(capsys):
     ('--tokenizer={vocab_size = 9000}', "ask for fewer with --tokenizer.vocab_size="),
     ('--corpora=[{name = "a", inputs = ["text"]}, {name = "b", inputs = ["text/a.txt"]}]',
      "named twice among the inputs"),
+    ('--corpora=[{name = "a", inputs = ["text"], words = "jieba"}]', "'jieba' is not FILE.py:NAME"),
     ("--heldout_share=0.0001", "no document of web is left for it"),
     ('--against=["none"]', "none: no such file")])
 def test_what_is_wrong_with_a_recipe(override, message):

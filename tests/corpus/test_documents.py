@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units
+from deberta_ds.corpus import inputs
+from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units, split
 from deberta_ds.corpus.quality import Text
 from deberta_ds.corpus.readers import read_unit
 
@@ -274,6 +275,26 @@ def test_remote_problems_are_one_error(tmp_path, monkeypatch):
     for name in ("s3://bucket/a.jsonl", "gs://bucket/a.jsonl", "nosuch://host/a.jsonl"):
         with pytest.raises(UserError, match=name):
             texts_of([name])
+
+
+def test_a_web_server_that_gives_no_parts_of_files_is_read_from_the_front(monkeypatch):
+    """Its file takes no length for readline, and cannot seek: JSON lines were a traceback."""
+    class Opened:
+        def __init__(self):
+            self._parts = iter([json_lines()[:7], json_lines()[7:]])
+
+        def read(self, size):
+            return next(self._parts, b"")
+
+    class System:
+        def open(self, path, mode, block_size):
+            assert block_size == 0
+            return Opened()
+
+    monkeypatch.setattr(inputs, "file_system", lambda url: (System(), url))
+    extent = Extent("http://host/a.jsonl", "json", 0, 1 << 30)
+    (whole, _), = split(extent, 1 << 30, 1 << 20, ReadOptions())
+    assert [document.text for document in read_unit([whole], ReadOptions())] == TEXTS
 
 
 def test_null_text_is_called_null(tmp_path):

@@ -50,7 +50,7 @@ def words_by_loop(ids):
 def test_word_spans_agree_with_a_loop(seed):
     ids = make_row(seed)
     ids[5] = 3  # [UNK] in the middle breaks a word
-    starts, lengths = word_spans(ids, WORD_START, SPECIAL[ids])
+    starts, lengths = word_spans(WORD_START[ids], SPECIAL[ids])
     spans = [list(range(s, s + n)) for s, n in zip(starts, lengths, strict=True)]
     assert spans == words_by_loop(ids)
 

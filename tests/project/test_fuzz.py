@@ -29,7 +29,6 @@ WRITERS = {  # every command that writes: what it writes first
     "plan": (Command("launch/plan.py", (
         "--config", "run.toml", "--deepspeed_config", "ds.json", "--gpu", "h200", "--gpus", "1",
         "--html", "new")), "new"),
-    "stats": (Command("data_prep/stats.py", ("train", "--pictures", "new", *PREPARE[:2])), "new"),
     "train tokenizer": (Command("data_prep/train_tokenizer.py", (
         "train.jsonl", "--vocab_size", "400", "--out", "new")), ".tsv"),
     "tokenize": (Command("data_prep/tokenize_corpus.py", ("train.jsonl", "--out", "new", *PREPARE)),
