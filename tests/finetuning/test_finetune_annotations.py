@@ -11,7 +11,7 @@ from superglue_helpers import tiny_start
 from test_finetune_own import BY_HEART, train, write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.annotations import words_in
+from deberta_ds.finetuning.annotations import flat, words_in
 from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
 from deberta_ds.finetuning.features import encode, token_range
 from deberta_ds.finetuning.metrics import spans_of
@@ -50,10 +50,15 @@ def load(directory, rows: list, label: str = "label", **more):
     return task, read_split(task, ".", "train").examples, said
 
 
+# Where these have found no entity, they write no field.
+EMPTY = {"Prodigy": {"answer": "accept"}, "Label Studio, JSON_MIN": {"annotation_id": 7}}
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_entities_of_annotation_tools(tmp_path, name):
     row, label = FORMS[name]
-    task, (example, empty), said = load(tmp_path, [row, {"text": "None here.", label: []}], label)
+    none = {"text": "None here."} | EMPTY.get(name, {label: []})
+    task, (example, empty), said = load(tmp_path, [row, none], label)
     tags = dict(zip(((span.start, span.end) for span in example.spans), example.label, strict=True))
     named = {place: task.labels[tag] for (place, _), tag in tags.items() if tag}
     assert named == {2: "B-PER", 18: "B-LOC", **dict.fromkeys(range(3, 8), "I-PER"),
@@ -83,6 +88,8 @@ def test_rejected_and_unlabelled_texts_are_left_out_by_name(tmp_path):
     with pytest.raises(UserError, match=r'2 of 3 rows(?s:.*)ignore_labels = \[""\]'):
         load(tmp_path, rows, "spans")
     assert len(load(tmp_path, rows, "spans", ignore_labels=[""])[1]) == 1
+    row = {"text": "abc", "label": "sport", "_task_hash": 1}  # a rejected class was one
+    assert flat(row | {"answer": "reject"})["label"] is None and flat(row) == row
 
 
 @pytest.mark.parametrize(("text", "words"), [
