@@ -135,9 +135,14 @@ def learning_rate_for(config: ModelConfig) -> float:
     return min(1e-3, float(f"{2e-5 * (84_934_656 / weights) ** 0.6:.1e}"))
 
 
-def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]]) -> Settings:
-    """Return the settings of `task`: its own defaults, then what `load` has for it."""
+def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]], config: ModelConfig | None = None
+            ) -> Settings:
+    """Return the settings of `task`: its own defaults, then what `load` has for it; with the
+    learning rate of the size of `config`, where none is given.
+    """
     values = dict(task.settings) | dict(tables.get(task.name, {}))
+    if config is not None and not values.get("learning_rate"):
+        values["learning_rate"] = learning_rate_for(config)
     settings = validate(Settings, values, f"settings of {task.name}")
     if settings.best_metric and settings.best_metric not in task.metrics:
         raise ConfigError(

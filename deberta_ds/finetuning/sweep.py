@@ -24,7 +24,7 @@ from deberta_ds.finetuning.models import Start, start_from
 from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.run import check_splits, finished, metrics_on, run, write_result
 from deberta_ds.finetuning.scores import percent
-from deberta_ds.finetuning.settings import Settings, learning_rate_for, resolve
+from deberta_ds.finetuning.settings import resolve
 from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.training.check import check_alike
@@ -80,7 +80,8 @@ def run_all(sweep: Sweep) -> list[dict]:
                 sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
                           f"{split.source} are in {train.source} too (such as {place}); their "
                           "scores say nothing about new texts")
-    settings = {task.name: _with_rate(sweep, resolve(task, sweep.settings)) for task in sweep.tasks}
+    settings = {task.name: resolve(task, sweep.settings, sweep.start.config)
+                for task in sweep.tasks}
     jobs = []
     for task in sweep.tasks:
         train, val, tests, diagnostics = splits[task.name]
@@ -125,12 +126,6 @@ def _diverged(job: Job, error: BadStepError) -> dict:
                                "diagnostics": {}}
     write_result(job, result)
     return result
-
-
-def _with_rate(sweep: Sweep, settings: Settings) -> Settings:
-    """Return settings with a learning rate: if none was given, that of the encoder's size."""
-    rate = learning_rate_for(sweep.start.config)
-    return settings if settings.learning_rate else replace(settings, learning_rate=rate)
 
 
 def read_task(sweep: Sweep, task: Task, encoded: Encoded
