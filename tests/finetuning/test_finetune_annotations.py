@@ -150,6 +150,7 @@ def test_raw_text_gives_the_entities_that_transformers_finds(process_group, tmp_
         assert theirs["entity_group"] == "PER" and theirs["end"] == end
 
 
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 def test_first_of_transformers_gives_the_same_entities_of_words(process_group, tmp_path):
     """Any tags in any order, from a random model. A space mark that is a token by itself is a word
     to transformers, of a tag that nothing has learned: texts without one are compared."""
