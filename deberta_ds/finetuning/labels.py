@@ -137,6 +137,8 @@ def _label(task: Task, row: dict[str, Any], place: str) -> Any:
         return read_list(value)
     if task.head in ("multilabel", "tags"):
         return _names_of(task, value, place)
+    if task.head == "classify" and isinstance(value, list) and len(value) == 1:
+        value = value[0]  # as annotation tools write a class
     return choice_label(value) if task.head == "choice" else label_text(value)
 
 

@@ -88,6 +88,9 @@ def test_rejected_and_unlabelled_texts_are_left_out_by_name(tmp_path):
     with pytest.raises(UserError, match=r'2 of 3 rows(?s:.*)ignore_labels = \[""\]'):
         load(tmp_path, rows, "spans")
     assert len(load(tmp_path, rows, "spans", ignore_labels=[""])[1]) == 1
+    chosen = {"type": "choices", "from_name": "mood", "value": {"choices": ["good"]}}
+    row = {"data": {"text": "abc"}, "annotations": [{"result": [chosen]}]}
+    assert flat(row) == {"id": None, "text": "abc", "label": [], "mood": ["good"]}
     row = {"text": "abc", "label": "sport", "_task_hash": 1}  # a rejected class was one
     assert flat(row | {"answer": "reject"})["label"] is None and flat(row) == row
 
