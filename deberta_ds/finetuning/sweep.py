@@ -24,7 +24,7 @@ from deberta_ds.finetuning.models import Start, start_from
 from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.run import check_splits, finished, metrics_on, run, write_result
 from deberta_ds.finetuning.scores import percent
-from deberta_ds.finetuning.settings import resolve
+from deberta_ds.finetuning.settings import Settings, resolve
 from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.training.check import check_alike
@@ -80,8 +80,7 @@ def run_all(sweep: Sweep) -> list[dict]:
                 sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
                           f"{split.source} are in {train.source} too (such as {place}); their "
                           "scores say nothing about new texts")
-    settings = {task.name: resolve(task, sweep.settings, sweep.start.config)
-                for task in sweep.tasks}
+    settings = _settings(sweep)
     jobs = []
     for task in sweep.tasks:
         train, val, tests, diagnostics = splits[task.name]
@@ -115,6 +114,17 @@ def run_all(sweep: Sweep) -> list[dict]:
         if job.seed == sweep.num_seeds:  # the task's last
             job.encoded.clear()
     return results
+
+
+def _settings(sweep: Sweep) -> dict[str, Settings]:
+    """Return the settings of every task; a learning rate that was not given is said."""
+    settings = {task.name: resolve(task, sweep.settings, sweep.start.config)
+                for task in sweep.tasks}
+    if by_size := [task.name for task in sweep.tasks
+                   if resolve(task, sweep.settings) != settings[task.name]]:
+        sweep.say(f"learning_rate of {', '.join(by_size)}: {settings[by_size[0]].learning_rate:g}, "
+                  "by the size of the encoder")
+    return settings
 
 
 def _diverged(job: Job, error: BadStepError) -> dict:

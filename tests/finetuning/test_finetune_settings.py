@@ -88,7 +88,9 @@ def test_a_learning_rate_that_was_given_stays(process_group, tmp_path):
     path = write_task(tmp_path, "classification", rows_of("classification", 8), "epochs = 1")
     rate = learning_rate_for(tiny_start().config)
     for given, wanted in (((), rate), (("--all.learning_rate=2e-5",), 2e-5)):
-        result = train(path, tmp_path / f"out{len(given)}", *given)
+        said: list[str] = []
+        result = train(path, tmp_path / f"out{len(given)}", *given, say=said.append)
+        assert bool(given) != any("by the size of the encoder" in line for line in said)
         assert result["settings"]["learning_rate"] == wanted != 0
 
 
