@@ -128,11 +128,11 @@ def _put_over(table: dict[str, Any], values: dict[str, Any]) -> None:
 
 def learning_rate_for(config: ModelConfig) -> float:
     """Return the usual peak learning rate of an encoder's size: 2e-5 at base's 85 M weights in its
-    layers, less for more, at most 1e-3. Within a third of the published ones from 22 M to 1.4 B
+    layers, less for more, at most 1e-3. Within a fifth of the published ones from 21 M to 1.4 B
     (docs/explanation/finetuning.md)."""
     weights = config.num_layers * config.hidden_size * (
         4 * config.hidden_size + 2 * config.intermediate_size)
-    return min(1e-3, float(f"{2e-5 * (84_934_656 / weights) ** 0.6:.1e}"))
+    return min(1e-3, float(f"{2e-5 * (84_934_656 / weights) ** 0.7:.1e}"))
 
 
 def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]], config: ModelConfig | None = None
