@@ -3,7 +3,8 @@
     python launch/probe.py --model runs/base --train train.jsonl --test a.jsonl
     python launch/probe.py ... --text premise hypothesis --pooling cls
 
-Files hold one JSON object per line. Prints accuracy with its interval and the majority baseline.
+Files are tables (.jsonl .csv .tsv .parquet .arrow). Prints accuracy with its interval and the
+majority baseline.
 """
 
 import json
@@ -16,17 +17,17 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--model", required=True,
                         help="a run, a checkpoint, an exported directory or a public model")
-    parser.add_argument("--train", required=True, metavar="JSONL",
+    parser.add_argument("--train", required=True, metavar="TABLE",
                         help="labelled examples to train on")
-    parser.add_argument("--test", required=True, metavar="JSONL", help="labelled examples to score")
-    parser.add_argument("--text", nargs="+", default=["text"], metavar="KEY",
-                        help="key of the text, or of the two texts of a pair (default: text)")
-    parser.add_argument("--label", default="label", metavar="KEY", help="key of the class")
+    parser.add_argument("--test", required=True, metavar="TABLE", help="labelled examples to score")
+    parser.add_argument("--text", nargs="+", default=["text"], metavar="COLUMN",
+                        help="column of the text, or of the two texts of a pair (default: text)")
+    parser.add_argument("--label", default="label", metavar="COLUMN", help="column of the class")
     parser.add_argument("--pooling", choices=("mean", "cls"), default="mean",
                         help="pooling of the last hidden states (default: mean)")
     options = parser.parse_args()
     if len(options.text) > 2:
-        parser.error("--text takes one key, or the two of a pair")
+        parser.error("--text takes one column, or the two of a pair")
 
     from deberta_ds.evaluate.probe import features, probe, read_examples
     from deberta_ds.release.pretrained import load_backbone

@@ -6,7 +6,6 @@ fine-tuning. Features are scaled by the training texts, and the strength of the 
 chosen by cross-validation inside them.
 """
 
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -15,8 +14,7 @@ import numpy as np
 import torch
 
 from deberta_ds.base.errors import UserError, listed
-from deberta_ds.base.json_files import parse_json
-from deberta_ds.corpus.tables import text_lines
+from deberta_ds.corpus.tables import read_table
 from deberta_ds.evaluate.pair_scores import cut_work
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.tokenizer.text import BadTextError, normalise
@@ -26,31 +24,24 @@ _DRAWS = 10_000
 
 
 def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[tuple], list]:
-    """Return the texts under `keys` and the labels of a .jsonl; UserError names a bad line."""
+    """Return the texts under `keys` and the labels of a table; UserError names a bad row."""
     texts, labels = [], []
-    for place, line in text_lines(path):
-        if not line.strip():
-            continue
+    for place, row in read_table(path):
+        if not isinstance(row, dict):
+            raise UserError(f"{place}: must be a JSON object")
+        if lost := [key for key in (*keys, label) if key not in row]:
+            raise UserError(f"{place}: no {lost[0]!r} (found: {listed(list(row))}); see --text and "
+                            "--label")
+        *found, name = (row[key] for key in (*keys, label))
         try:
-            values = parse_json(line)
-            if lost := [key for key in (*keys, label) if key not in values]:
-                raise UserError(f"{place}: no {lost[0]!r} (found: {listed(list(values))}); see "
-                                "--text and --label")
-            found = [values[key] for key in (*keys, label)]
-            if not all(isinstance(text, str) for text in found[:-1]):
-                raise TypeError("not text")
-            texts.append(tuple(normalise(text) for text in found[:-1]))
-            if not any(texts[-1]):
-                raise ValueError("its text is empty")
-        except UserError:
-            raise
-        except (ValueError, TypeError, BadTextError) as error:
-            raise UserError(f"{place}: must be a JSON object with text under {', '.join(keys)} and "
-                            f"a label under {label} ({type(error).__name__}: {error})") from None
-        if isinstance(found[-1], bool) or not isinstance(found[-1], str | int):
-            raise UserError(f"{place}: the label must be text or a whole number, it is "
-                            f"{json.dumps(found[-1])[:40]}")
-        labels.append(str(found[-1]))
+            texts.append(tuple(normalise(text) if isinstance(text, str) else "" for text in found))
+        except BadTextError as error:
+            raise UserError(f"{place}: {error}") from None
+        if not any(texts[-1]) or not all(isinstance(text, str) for text in found):
+            raise UserError(f"{place}: must have text under {', '.join(keys)}, found {found!r:.40}")
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise UserError(f"{place}: the label must be text or a whole number, found {name!r}")
+        labels.append(str(name))
     if len(set(labels)) < 2:
         raise UserError(f"{path}: {len(labels)} examples of {len(set(labels))} classes; a probe "
                         "needs at least two classes")

@@ -2,8 +2,11 @@
 
     doccano, spaCy    {"text": "...", "label": [[0, 4, "PER"]]}, or objects in a list "entities"
     Prodigy           {"text": "...", "spans": [{"start": 0, "end": 4, "label": "PER"}], "answer"}
+                      (accepted without any: no "spans")
     Label Studio      {"data": {"text": "..."}, "annotations": [{"result": [{"value": {...}}]}]},
                       or JSON_MIN: {"text": "...", "label": [{"start", "end", "labels": ["PER"]}]}
+                      (annotated without any: no "label"), which its CSV has as cells; classes
+                      that were chosen are columns by their names in its labelling interface
 
 Every character of such a text has a tag: that of its token, of which the model learns one
 (features.py). So entities may begin and end inside words, as Korean and German ones do.
@@ -22,19 +25,27 @@ BAD_ENTITIES = (ValueError, TypeError, AttributeError, KeyError, IndexError)  # 
 
 def flat(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of Label Studio's JSON as other tools write one, with the first annotation that
-    was not cancelled; Prodigy's without labels that were rejected. Others stay as they are.
+    was not cancelled; Prodigy's without what was rejected. Others stay as they are.
     """
     if isinstance(row.get("data"), dict) and isinstance(row.get("annotations"), list):
         done = [part for part in row["annotations"]
                 if isinstance(part, dict) and not part.get("was_cancelled")]
-        entries = done[0].get("result") if done else None
+        entries, chosen = done[0].get("result") if done else None, {}
         if isinstance(entries, list):
+            chosen = {str(entry.get("from_name")): entry["value"].get("choices")
+                      for entry in entries if isinstance(entry, dict)
+                      and entry.get("type") == "choices" and isinstance(entry.get("value"), dict)}
             entries = [entry for entry in entries if not isinstance(entry, dict)
                        or entry.get("type", "labels") == "labels"]
-        return {"id": row.get("id"), **row["data"], "label": entries}
-    if isinstance(row.get("spans"), list) and row.get("answer") in ("reject", "ignore"):
-        return row | {"spans": None}
+        return {"id": row.get("id"), **row["data"], "label": entries, **chosen}
+    if row.get("answer") in ("reject", "ignore") and not {"spans", "_task_hash"}.isdisjoint(row):
+        return row | {name: None for name in ("spans", "label", "accept") if name in row}
     return row
+
+
+def is_annotated(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of Prodigy or Label Studio was annotated: it may have no entity then."""
+    return row.get("answer") == "accept" or row.get("annotation_id") not in (None, "")
 
 
 def is_entities(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import parse_json
+from deberta_ds.finetuning.annotations import is_annotated
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.tokenizer.text import is_removed
 
@@ -63,15 +64,17 @@ def is_sentence(task: Task, row: Iterable) -> bool:
 
 
 def label_cell(task: Task, row: dict[str, Any]) -> Any:
-    """Return the value of a row's label; None where it has no such column."""
+    """Return the value of a row's label; None where it has no such column, and no annotator."""
     column = task.columns.get("label", "label")
-    return row.get("tags" if column not in row and is_sentence(task, row) else column)
+    value = row.get("tags" if column not in row and is_sentence(task, row) else column)
+    return [] if task.head == "tags" and is_missing(value) and is_annotated(row) else value
 
 
 def without_label(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     """Return a row without its label, and what goes with it."""
     names = {*task.label_columns, task.columns.get("label", "label"), "label",
-             task.columns.get("start", "start"), "tags" if is_sentence(task, row) else "label"}
+             task.columns.get("start", "start"), "tags" if is_sentence(task, row) else "label",
+             *(("answer", "annotation_id") if task.head == "tags" else ())}
     return {name: value for name, value in row.items() if name not in names}
 
 
@@ -134,6 +137,8 @@ def _label(task: Task, row: dict[str, Any], place: str) -> Any:
         return read_list(value)
     if task.head in ("multilabel", "tags"):
         return _names_of(task, value, place)
+    if task.head == "classify" and isinstance(value, list) and len(value) == 1:
+        value = value[0]  # as annotation tools write a class
     return choice_label(value) if task.head == "choice" else label_text(value)
 
 

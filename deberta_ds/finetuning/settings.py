@@ -1,8 +1,8 @@
 """How one task is fine-tuned: the task's defaults, a settings file, overrides; later ones win.
 
 A settings file has a table [all] and one for each task that differs; overrides are written as those
-of a run file: --all.epochs=3, --RTE.epochs=4. The defaults are for base and small encoders; sources
-of every number are in docs/how-to/benchmarks.md.
+of a run file: --all.epochs=3, --RTE.epochs=4. The defaults are for base and small encoders; the
+learning rate follows their size. Sources of every number are in docs/how-to/benchmarks.md.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.config.options import STRICT, ConfigError, nearest, option, validate
-from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.config.run_config import ModelConfig, OptimConfig
 from deberta_ds.config.toml_files import parse_override, read_toml, set_value
 from deberta_ds.finetuning.tasks import Task
 
@@ -27,7 +27,8 @@ class Settings:
     global_batch_size: int = option("examples per update, over all ranks", 16, ge=1, le=1 << 20)
     micro_batch_size: int = option("examples per forward pass on one rank; 0: the rank's whole "
                                    "share", 0, ge=0, le=1 << 20)
-    learning_rate: float = option("peak learning rate", 2e-5, gt=0, le=10)
+    learning_rate: float = option("peak learning rate; 0: by the size of the encoder, as 2e-5 of "
+                                  "base", 0.0, ge=0, le=10)
     layer_decay: float = option("learning rate of a layer, as a share of that of the next higher "
                                 "layer", 1.0, gt=0, le=1)
     warmup_steps: int = option("updates of learning rate warm-up; 0: use warmup_share", 0, ge=0,
@@ -125,9 +126,23 @@ def _put_over(table: dict[str, Any], values: dict[str, Any]) -> None:
         table[key] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
 
 
-def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]]) -> Settings:
-    """Return the settings of `task`: its own defaults, then what `load` has for it."""
+def learning_rate_for(config: ModelConfig) -> float:
+    """Return the usual peak learning rate of an encoder's size: 2e-5 at base's 85 M weights in its
+    layers, less for more, at most 1e-3. Within a fifth of the published ones from 21 M to 1.4 B
+    (docs/explanation/finetuning.md)."""
+    weights = config.num_layers * config.hidden_size * (
+        4 * config.hidden_size + 2 * config.intermediate_size)
+    return min(1e-3, float(f"{2e-5 * (84_934_656 / weights) ** 0.7:.1e}"))
+
+
+def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]], config: ModelConfig | None = None
+            ) -> Settings:
+    """Return the settings of `task`: its own defaults, then what `load` has for it; with the
+    learning rate of the size of `config`, where none is given.
+    """
     values = dict(task.settings) | dict(tables.get(task.name, {}))
+    if config is not None and not values.get("learning_rate"):
+        values["learning_rate"] = learning_rate_for(config)
     settings = validate(Settings, values, f"settings of {task.name}")
     if settings.best_metric and settings.best_metric not in task.metrics:
         raise ConfigError(

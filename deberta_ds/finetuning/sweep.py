@@ -24,7 +24,7 @@ from deberta_ds.finetuning.models import Start, start_from
 from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.run import check_splits, finished, metrics_on, run, write_result
 from deberta_ds.finetuning.scores import percent
-from deberta_ds.finetuning.settings import resolve
+from deberta_ds.finetuning.settings import Settings, resolve
 from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.training.check import check_alike
@@ -33,6 +33,7 @@ from deberta_ds.training.step import BadStepError
 
 CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
 _CARVE_SEED = 0
+Encoded = dict[int, list[Feature]]  # by the id of a split, as Job has it
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def run_all(sweep: Sweep) -> list[dict]:
         if unknown := set(names) - {task.name for task in sweep.tasks}:
             raise UserError(f"{option} {min(unknown)}: is none of the tasks of this run, "
                             f"{', '.join(task.name for task in sweep.tasks)}")
-    splits = {task.name: read_task(sweep, task) for task in sweep.tasks}
+    encoded: dict[str, Encoded] = {task.name: {} for task in sweep.tasks}  # of all seeds
+    splits = {task.name: read_task(sweep, task, encoded[task.name]) for task in sweep.tasks}
     for train, val, tests, _ in splits.values():
         readers.check_targets(train)
         readers.check_targets(val)
@@ -78,20 +80,19 @@ def run_all(sweep: Sweep) -> list[dict]:
                 sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
                           f"{split.source} are in {train.source} too (such as {place}); their "
                           "scores say nothing about new texts")
-    settings = {task.name: resolve(task, sweep.settings) for task in sweep.tasks}
+    settings = _settings(sweep)
     jobs = []
     for task in sweep.tasks:
         train, val, tests, diagnostics = splits[task.name]
         init_from = sweep.init_from.get(task.name, "")
         init_from = str(find_finetuned(init_from)) if init_from else ""
-        encoded: dict[int, list[Feature]] = {}  # of all seeds
         jobs += [
             Job(task=task, seed=seed, settings=settings[task.name], start=sweep.start,
                 train=train, val=val, tests=tests, diagnostics=diagnostics,
                 out=sweep.out / task.name / f"seed-{seed}",
                 deepspeed=sweep.deepspeed, device=sweep.device,
                 init_from=init_from, keep_model=sweep.keep_models,
-                show_scores=sweep.show_scores, say=sweep.say, encoded=encoded)
+                show_scores=sweep.show_scores, say=sweep.say, encoded=encoded[task.name])
             for seed in range(1, sweep.num_seeds + 1)]
     check_alike({"--seeds": sweep.num_seeds, "--out": str(sweep.out)} | {
         f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds] for key, value in
@@ -115,6 +116,17 @@ def run_all(sweep: Sweep) -> list[dict]:
     return results
 
 
+def _settings(sweep: Sweep) -> dict[str, Settings]:
+    """Return the settings of every task; a learning rate that was not given is said."""
+    settings = {task.name: resolve(task, sweep.settings, sweep.start.config)
+                for task in sweep.tasks}
+    if by_size := [task.name for task in sweep.tasks
+                   if resolve(task, sweep.settings) != settings[task.name]]:
+        sweep.say(f"learning_rate of {', '.join(by_size)}: {settings[by_size[0]].learning_rate:g}, "
+                  "by the size of the encoder")
+    return settings
+
+
 def _diverged(job: Job, error: BadStepError) -> dict:
     """Record a diverged run as failed with score 0, so that the sweep goes on and counts it."""
     job.say(f"{job.task.name} seed {job.seed}: {error}; counted as failed")
@@ -126,24 +138,35 @@ def _diverged(job: Job, error: BadStepError) -> dict:
     return result
 
 
-def read_task(sweep: Sweep, task: Task) -> tuple[Split, Split, dict[str, Split], dict[str, Split]]:
+def read_task(sweep: Sweep, task: Task, encoded: Encoded
+              ) -> tuple[Split, Split, dict[str, Split], dict[str, Split]]:
     """Return (train, val, test splits to predict, labelled diagnostics to score) of `task`.
 
     Both dictionaries are by name; the diagnostic of MNLI is MNLI-mm. Labelled tests are scored too.
+    Under `max_bad` all are encoded here, without the examples that cannot be.
     """
-    def read(name: Task, split: str) -> Split:
+    def read_parts(name: Task, split: str, cut: Callable[[Split], tuple[Split, ...]]
+                   ) -> list[Split]:
         faults = Faults(sweep.max_bad, sweep.out / f"{name.name}.{split}.bad_rows.txt")
-        found = readers.read_split(name, sweep.data, split, any_size=sweep.any_size, faults=faults)
+        whole = readers.read_split(name, sweep.data, split, any_size=sweep.any_size, faults=faults)
+        before, parts = len(faults.errors), list(cut(whole))
         if sweep.max_bad:
-            found = _that_fit(sweep, found, faults)
-        if found.left_out:
-            sweep.say(f"{found.source}: {found.left_out}")
-        return found
+            parts = [_that_fit(sweep, part, faults, encoded) for part in parts]
+        said = whole.left_out if len(faults.errors) == before else faults.check(
+            before + len(whole.examples), faults.fit(name, f"--{name.name}."))
+        if said:
+            sweep.say(f"{whole.source}: {said}")
+        return parts
+
+    def read(name: Task, split: str) -> Split:
+        return read_parts(name, split, lambda whole: (whole,))[0]
 
     if task.val_share and "val" not in task.files:
-        train, val = readers.carve(read(task, "train"), 1 - task.val_share, _CARVE_SEED)
+        train, val = read_parts(task, "train", lambda whole: readers.carve(
+            whole, 1 - task.val_share, _CARVE_SEED))
     elif task.name in sweep.carved:
-        train, val = readers.carve(read(task, "val"), CARVED_SHARE, _CARVE_SEED)
+        train, val = read_parts(task, "val", lambda whole: readers.carve(
+            whole, CARVED_SHARE, _CARVE_SEED))
     else:
         val, train = read(task, "val"), read(task, "train")
     if task.name not in TASK_NAMES:
@@ -159,15 +182,15 @@ def read_task(sweep: Sweep, task: Task) -> tuple[Split, Split, dict[str, Split],
     return train, val, tests, diagnostics
 
 
-def _that_fit(sweep: Sweep, split: Split, faults: Faults) -> Split:
+def _that_fit(sweep: Sweep, split: Split, faults: Faults, encoded: Encoded) -> Split:
     """Return a split without the examples that cannot be encoded, such as texts too long."""
-    settings, before = resolve(split.task, sweep.settings), len(faults.errors)
+    settings = resolve(split.task, sweep.settings)
     features = encode_split(split, sweep.start.tokenizer, settings, sweep.say, faults)
-    if len(faults.errors) == before:
-        return split
-    return replace(split, examples=tuple(split.examples[f.position] for f in features),
-                   left_out=faults.check(before + len(split.examples),
-                                         faults.fit(split.task, f"--{split.task.name}.")))
+    if len(features) < len(split.examples):
+        split = replace(split, examples=tuple(split.examples[f.position] for f in features))
+        features = [replace(feature, position=n) for n, feature in enumerate(features)]
+    encoded[id(split)] = features
+    return split
 
 
 def _tests(task: Task, read: Callable[[Task, str], Split], predict: bool) -> dict[str, Split]:
@@ -240,8 +263,8 @@ def table(summary: Mapping, compare: Mapping | None = None) -> str:
               for name, row in summary["tasks"].items()
               for reason, count in row["failures"].items()]
     if any(row["failed"] for row in summary["tasks"].values()):
-        lines.append("If runs fail, try another learning_rate (small models and models from "
-                     "scratch need a\nhigher one), more epochs, or another seed.")
+        lines.append("If runs fail, try another learning_rate (models from scratch need a higher "
+                     "one), more\nepochs, or another seed.")
     return "\n".join(lines)
 
 

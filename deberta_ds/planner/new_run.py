@@ -32,7 +32,7 @@ RECIPES = (  # (run file, fewest tokens that its model is worth, how to fine-tun
     ("lab/lab_small_1gpu", 5e9, "--config launch/runs/superglue/small.toml"),
     ("lab/lab_xsmall_1gpu", 1e9, "--config launch/runs/superglue/xsmall.toml"),
     ("lab/lab_xsmall_cpu", 3e8, "--config launch/runs/superglue/xsmall.toml"),
-    ("small_{}", 0, "--all.learning_rate=1e-3; with 2e-5, the default, it stays at chance"))
+    ("small_{}", 0, "the default settings, whose learning rate follows its size"))
 _USED = 0.85  # of the hours: the rest is for the start, evaluations and saves
 _LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/learning.md)
 _FEWEST_STEPS, _ENOUGH_STEPS, _SMALLEST_BATCH = 100, 1000, 2048  # the last in tokens

@@ -11,13 +11,16 @@ from superglue_helpers import tiny_start
 from test_finetune_own import BY_HEART, train, write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.annotations import words_in
-from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.finetuning.annotations import flat, words_in
+from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
 from deberta_ds.finetuning.features import encode, token_range
 from deberta_ds.finetuning.metrics import spans_of
+from deberta_ds.finetuning.models import build_model
 from deberta_ds.finetuning.own import load_own_task
 from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.readers import read_split
+from deberta_ds.finetuning.settings import Settings
+from deberta_ds.model.init import init_parameters
 from deberta_ds.tokenizer import Tokenizer
 
 TEXT = "😀 Ana Li lives in Rome."
@@ -47,10 +50,15 @@ def load(directory, rows: list, label: str = "label", **more):
     return task, read_split(task, ".", "train").examples, said
 
 
+# Where these have found no entity, they write no field.
+EMPTY = {"Prodigy": {"answer": "accept"}, "Label Studio, JSON_MIN": {"annotation_id": 7}}
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_entities_of_annotation_tools(tmp_path, name):
     row, label = FORMS[name]
-    task, (example, empty), said = load(tmp_path, [row, {"text": "None here.", label: []}], label)
+    none = {"text": "None here."} | EMPTY.get(name, {label: []})
+    task, (example, empty), said = load(tmp_path, [row, none], label)
     tags = dict(zip(((span.start, span.end) for span in example.spans), example.label, strict=True))
     named = {place: task.labels[tag] for (place, _), tag in tags.items() if tag}
     assert named == {2: "B-PER", 18: "B-LOC", **dict.fromkeys(range(3, 8), "I-PER"),
@@ -80,6 +88,11 @@ def test_rejected_and_unlabelled_texts_are_left_out_by_name(tmp_path):
     with pytest.raises(UserError, match=r'2 of 3 rows(?s:.*)ignore_labels = \[""\]'):
         load(tmp_path, rows, "spans")
     assert len(load(tmp_path, rows, "spans", ignore_labels=[""])[1]) == 1
+    chosen = {"type": "choices", "from_name": "mood", "value": {"choices": ["good"]}}
+    row = {"data": {"text": "abc"}, "annotations": [{"result": [chosen]}]}
+    assert flat(row) == {"id": None, "text": "abc", "label": [], "mood": ["good"]}
+    row = {"text": "abc", "label": "sport", "_task_hash": 1}  # a rejected class was one
+    assert flat(row | {"answer": "reject"})["label"] is None and flat(row) == row
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -138,6 +151,39 @@ def test_raw_text_gives_the_entities_that_transformers_finds(process_group, tmp_
         (theirs,) = (part for part in ask(text) if part["start"] < part["end"])
         assert text[theirs["start"] : theirs["end"]].strip() == ours["text"]
         assert theirs["entity_group"] == "PER" and theirs["end"] == end
+
+
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
+def test_first_of_transformers_gives_the_same_entities_of_words(process_group, tmp_path):
+    """Any tags in any order, from a random model. A space mark that is a token by itself is a word
+    to transformers, of a tag that nothing has learned: texts without one are compared."""
+    from transformers import pipeline
+
+    start, dice = tiny_start(), random.Random(1)
+    path = write_task(tmp_path, "tags", [{"words": ["a"] * 5, "label": [
+        "O", "B-X", "I-X", "B-Y", "I-Y"]}])
+    task = load_own_task(path)[0]
+    model = build_model(task, start, Settings(), 1)
+    init_parameters(model, 0.4, 3)
+    place = tmp_path / "out" / "mine" / "seed-1" / "model"
+    save_finetuned(place, task, Settings(), start.config, dict(model.state_dict()),
+                   start.tokenizer)
+    words = "stone bread river Annabel unbelievable house Rome cat the a of kettles".split()
+    texts = [" ".join(dice.choices(words, k=dice.randint(1, 9))) for _ in range(200)]
+    texts = [text for text in texts if all(
+        text[low:high].strip() for low, high in start.tokenizer.encode_with_offsets(text)[1])]
+    ask = pipeline("token-classification", str(place), aggregation_strategy="first")
+    split = 0
+    for text, ours in zip(texts, predicted(tmp_path, [{"words": text} for text in texts]),
+                          strict=True):
+        theirs = ask(text)
+        assert [(part["start"], part["end"], part["label"]) for part in ours] == [
+            (part["end"] - len(text[part["start"] : part["end"]].strip()), part["end"],
+             part["entity_group"]) for part in theirs]
+        assert [part["probability"] for part in ours] == pytest.approx(
+            [part["score"] for part in theirs], abs=2e-5)
+        split += len(start.tokenizer.encode(text)) > len(text.split())
+    assert split > 20
 
 
 def test_characters_that_share_a_token_are_one_entity(process_group, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from test_finetune_answers import document
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.features import encode
 from deberta_ds.finetuning.readers import read_split
-from deberta_ds.finetuning.tasks import TASKS, task_named
+from deberta_ds.finetuning.tasks import SQUAD, TASKS, task_named
 
 STRANGE = (None, True, 0, -1, 10**30, 1.5, float("nan"), "", " ", "\ud800", "\x00", "\u200b",
            "x" * 5000, [], [[]], {}, {"text": 3}, "\u2028", "@placeholder", "@highlight",
@@ -49,28 +49,34 @@ def read(task, root, split: str) -> None:
     encode(task, found.examples, tiny_start().tokenizer, max_length=256, window_overlap=32)
 
 
-@pytest.mark.parametrize("name", [task.name for task in TASKS])
+@pytest.mark.parametrize("name", [task.name for task in (*TASKS, *SQUAD)])
 def test_no_damage_is_a_traceback(name, tmp_path):
+    """Of SQuAD one document holds all questions; an answer's place is checked, too."""
     task, dice = task_named(name), random.Random(f"damage {name}")
     split = "test" if task.predicted_by else "train"
     inside = f"{name}/{name if task.predicted_by else split}.jsonl"
-    whole = (SAMPLE / inside).read_bytes()
-    lines = [json.loads(line) for line in whole.splitlines()]
+    if is_squad := task in SQUAD:
+        inside, lines = task.files["train"], [document(name.removeprefix("SQuAD-"))]
+        whole = json.dumps(lines[0]).encode()
+    else:
+        whole = (SAMPLE / inside).read_bytes()
+        lines = [json.loads(line) for line in whole.splitlines()]
     file = tmp_path / inside
-    file.parent.mkdir()
+    file.parent.mkdir(exist_ok=True)
     refused = 0
-    for _ in range(40):
+    for turn in range(120 if is_squad else 40):
         if dice.random() < 0.6:
             changed = list(lines)
             place = dice.randrange(len(changed))
             changed[place] = damaged_value(changed[place], dice)
-            file.write_text("\n".join(json.dumps(line) for line in changed))
+            file.write_text("\n".join(json.dumps(line, indent=is_squad and turn % 2 or None)
+                                      for line in changed))
         else:
             file.write_bytes(damaged_bytes(whole, dice))
         try:
             read(task, tmp_path, split)
         except UserError as error:
-            assert str(file) in str(error)
+            assert str(file) in str(error), error
             refused += 1
     assert refused > 10
 
@@ -102,26 +108,6 @@ def test_no_damage_of_a_zip_or_parquet_file_is_a_traceback(tmp_path):
         datasets.Dataset.from_list([rows[0] | bad]).to_parquet(str(table))
         with pytest.raises(UserError, match="rte"):
             read(task, tmp_path, "train")
-
-
-@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
-def test_no_damage_of_a_squad_file_is_a_traceback(version, tmp_path):
-    """The same for one document that holds all questions; an answer's place is checked, too."""
-    task, dice = task_named(f"SQuAD-{version}"), random.Random(version)
-    file = tmp_path / f"train-{version}.json"
-    whole = document(version)
-    refused = 0
-    for turn in range(150):
-        if turn % 3 == 0:
-            file.write_bytes(damaged_bytes(json.dumps(whole).encode(), dice))
-        else:
-            file.write_text(json.dumps(damaged_value(whole, dice), indent=turn % 2 or None))
-        try:
-            read(task, tmp_path, "train")
-        except UserError as error:
-            assert str(file) in str(error), error
-            refused += 1
-    assert refused > 30
 
 
 def damaged_bytes_of_binary(data: bytes, dice: random.Random) -> bytes:

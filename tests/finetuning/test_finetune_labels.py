@@ -128,7 +128,7 @@ def test_what_might_mean_something_else_is_refused(tmp_path, kind, name, text, t
     (lines(0, -1, 1, 0), {"ignore_labels": ["-1"]}, [0, 1, 0]),
     (lines("a", "NaN", "b", "N/A"), {"ignore_labels": ["NaN", "N/A"]}, [0, 1]),
     (lines(1, -1, 1), {}, [0, 1, 0]), (lines(0, -1, 1), {"labels": ["-1", "0", "1"]}, [1, 0, 2]),
-    (lines(1.0, 0.0, 1.0), {}, [1, 0, 1])], ids=str)
+    (lines(1.0, 0.0, 1.0), {}, [1, 0, 1]), (lines(["a"], ["b"], ["a"]), {}, [0, 1, 0])], ids=str)
 def test_rows_without_a_label_are_left_out_by_name(tmp_path, text, task, labels):
     found, examples = read(tmp_path, "classification", text, "a.jsonl", **task)
     assert [example.label for example in examples] == labels

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from deberta_ds.cluster import lock, process
 from deberta_ds.finetuning import job, sweep
 from deberta_ds.finetuning.directory import find_finetuned, load_finetuned, save_finetuned
 from deberta_ds.finetuning.models import build_model, keep_head, open_start
+from deberta_ds.finetuning.options import build_sweep
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.settings import Settings, load
 from deberta_ds.finetuning.tasks import TASK_NAMES, TASKS, task_named
@@ -365,10 +367,6 @@ def test_random_starts_differ_by_seed_and_only_by_seed():
     assert not torch.equal(one.backbone.words.weight, two.backbone.words.weight)
 
 
-def test_wrong_command_lines_are_one_clear_line(tmp_path):
-    cases = [(["--task", "AX-b"], "the RTE model predicts it"),
-             (["--task", "RTE", "--any_size", "--all.epoch=3"], "did you mean epochs")]
-    for arguments, message in cases:
-        done = launch(*arguments, *common(tmp_path))
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
+def test_a_diagnostic_set_is_no_task_to_train():
+    with pytest.raises(UserError, match="AX-b has no training data; the RTE model predicts it"):
+        build_sweep(Namespace(data="x"), [], (task_named("AX-b"),), {}, False)

@@ -165,23 +165,14 @@ def test_transformers_gives_the_same_scores(process_group, tmp_path, kind, head)
         torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-4, atol=2e-5)
     problem = {"multilabel": "multi_label_classification", "regression": "regression"}
     assert theirs.config.problem_type == problem.get(kind)
-    _pipeline_agrees(kind, model, rows[0], torch.tensor(scores[0]), theirs.config)
+    if kind != "tags":  # see test_finetune_annotations.py
+        _pipeline_agrees(kind, model, rows[0], torch.tensor(scores[0]), theirs.config)
 
 
 def _pipeline_agrees(kind, model, row, scores, config):
-    """A pipeline names our labels, and shows numbers, probabilities or classes as the task has."""
+    """A pipeline names our labels, and shows numbers or probabilities as the task has."""
     from transformers import pipeline
 
-    if kind == "tags":
-        found = pipeline("token-classification", str(model))(" ".join(row["words"]))
-        by_end = {}
-        for token in found:  # only those that are not "O"; a word's label is its first token's
-            by_end.setdefault(" ".join(row["words"])[: token["end"]].count(" "), token["entity"])
-        classes = scores.view(len(row["words"]), -1).argmax(-1).tolist()
-        for number, label in enumerate(classes):
-            if config.id2label[label] != "O":
-                assert by_end[number] == config.id2label[label]
-        return
     ask = pipeline("text-classification", str(model), top_k=None)
     answers = ask({"text": row["words"], "text_pair": row["extra"]})
     answers = answers[0] if isinstance(answers[0], list) else answers

@@ -94,9 +94,9 @@ def test_skipped_test_tables_are_not_read(tmp_path):
     task, own, _ = load_own_task(path)
     plan = sweep.Sweep(tasks=(task,), num_seeds=1, start=None, data=".", out=tmp_path, deepspeed={},
                        device=torch.device("cpu"), predict_test=False)
-    assert sweep.read_task(plan, task)[2] == {}
+    assert sweep.read_task(plan, task, {})[2] == {}
     with pytest.raises(UserError, match="broken.jsonl"):
-        sweep.read_task(dataclasses.replace(plan, predict_test=True), task)
+        sweep.read_task(dataclasses.replace(plan, predict_test=True), task, {})
     for option in ({"init_from": {"RTE": "x"}}, {"carved": ("RTE",)}):
         with pytest.raises(UserError, match="RTE: is none of the tasks of this run, mine"):
             sweep.run_all(dataclasses.replace(plan, **option))

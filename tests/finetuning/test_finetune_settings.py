@@ -7,12 +7,15 @@ import pytest
 import torch
 from superglue_helpers import sample, tiny_start
 from test_finetune_loop import ROOT
+from test_finetune_own import rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.config.model import MODELS
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.finetuning import options
 from deberta_ds.finetuning.features import encode
-from deberta_ds.finetuning.settings import Settings, load, resolve
+from deberta_ds.finetuning.settings import Settings, learning_rate_for, load, resolve
 from deberta_ds.finetuning.tasks import TASK_NAMES, TASKS, task_named
 
 
@@ -70,6 +73,25 @@ def test_no_setting_takes_nonsense(name):
             assert name in str(error)
         else:  # large rates and lengths are a user's own affair, as long as they are numbers
             assert np.isfinite(found) and (found >= 0 or name == "dropout")
+
+
+@pytest.mark.parametrize(("model", "low", "high"), [
+    ("deberta-v3-base", 2e-5, 2e-5), ("deberta-base", 2e-5, 2e-5), ("deberta-v3-large", 7e-6, 1e-5),
+    ("deberta-v3-small", 3e-5, 4.5e-5), ("deberta-v3-xsmall", 4.5e-5, 5.4e-5),
+    ("deberta-v2-xxlarge", 1e-6, 5e-6), ("tiny", 3e-4, 1e-3)])
+def test_the_default_learning_rate_is_the_published_one_of_a_size(model, low, high):
+    assert low <= learning_rate_for(ModelConfig(**MODELS[model])) <= high
+
+
+def test_a_learning_rate_that_was_given_stays(process_group, tmp_path):
+    """The default of base models, 2e-5, left small ones at chance."""
+    path = write_task(tmp_path, "classification", rows_of("classification", 8), "epochs = 1")
+    rate = learning_rate_for(tiny_start().config)
+    for given, wanted in (((), rate), (("--all.learning_rate=2e-5",), 2e-5)):
+        said: list[str] = []
+        result = train(path, tmp_path / f"out{len(given)}", *given, say=said.append)
+        assert bool(given) != any("by the size of the encoder" in line for line in said)
+        assert result["settings"]["learning_rate"] == wanted != 0
 
 
 PRESETS = sorted((ROOT / "launch" / "runs" / "superglue").glob("*.toml"))

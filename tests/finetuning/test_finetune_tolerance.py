@@ -10,6 +10,7 @@ from superglue_helpers import tiny_start
 from test_finetune_own import WORDS, rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning import job
 from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
 from deberta_ds.finetuning.features import collate, encode, shortened
 from deberta_ds.finetuning.models import build_model
@@ -111,7 +112,11 @@ def test_all_misplaced_answers_are_named_in_one_run(process_group, tmp_path):
     assert len(split.examples) == 360 and split.left_out.startswith("40 of 400 rows")
 
 
-def test_training_leaves_out_what_it_may(process_group, tmp_path):
+def test_training_leaves_out_what_it_may(process_group, tmp_path, monkeypatch):
+    """Under max_bad every text was encoded twice."""
+    encoded: list[str] = []
+    monkeypatch.setattr(job, "encode", lambda task, examples, *rest, **more: encode(
+        task, [encoded.append(e.place) or e for e in examples], *rest, **more))
     rows: list = rows_of("classification", 24)
     rows[3] |= {"label": None}
     rows[5] |= {"extra": LONG}
@@ -120,12 +125,16 @@ def test_training_leaves_out_what_it_may(process_group, tmp_path):
     with pytest.raises(UserError, match='train.jsonl:4: field "label" is missing'):
         train(path, tmp_path / "out")
     result = train(path, tmp_path / "out", max_bad=2, say=said.append)
-    assert result["train"][1] == 22
+    assert result["train"][1] == 22 and len(encoded) == 2 * 23  # once for train, once for val
     assert any("train.jsonl:4" in line for line in said)
     assert any("train.jsonl:6: " in line and "must be seen together" in line for line in said)
     assert any("22 of 22 examples of" in line and "are in" in line for line in said)
     with pytest.raises(UserError, match="train.jsonl:6: .* tokens must be seen together"):
         train(path, tmp_path / "out2", max_bad=1)
+    path.write_text(path.read_text().replace('val = "train.jsonl"', "val_share = 0.3"))
+    encoded.clear()
+    result = train(path, tmp_path / "carved", max_bad=2)
+    assert result["train"][1] + result["val"][1] == 22 and len(encoded) == 23
 
 
 @pytest.mark.parametrize(("how", "room", "kept"), [

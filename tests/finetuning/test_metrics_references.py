@@ -1,10 +1,17 @@
-"""Every metric against its reference on random inputs and on those that break formulas."""
+"""Every metric against its references on random inputs and on those that break formulas.
+
+As a program it prints the table of docs/evidence/finetuning.md:
+    PYTHONPATH=.:tests:tests/finetuning python tests/finetuning/test_metrics_references.py
+"""
 
 import random
+import re
 import string
 import unicodedata
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +19,12 @@ from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
 from deberta_ds.finetuning import metrics
-from deberta_ds.finetuning.answer_texts import language_of, normalize, token_f1
+from deberta_ds.finetuning.answer_texts import language_of
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.tasks import Task, task_named
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning:sklearn", "ignore::Warning:scipy",
-                                        "ignore::Warning:seqeval")
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+Compared = Iterator[tuple[str, str, float, float]]  # metric, reference, ours, theirs
 
 
 def task_of(*names: str, head: str = "classify", labels=()) -> Task:
@@ -37,159 +44,222 @@ def some_classes(dice: random.Random) -> tuple[int, list[int], list[int]]:
     return size, gold, [label if dice.random() < 0.4 else dice.choice(guessed) for label in gold]
 
 
-def test_classes_are_scored_as_by_scikit_learn():
-    names = ("accuracy", "macro_f1", "matthews_multi")
-    for seed in range(100):
-        size, gold, guess = some_classes(random.Random(seed))
-        task = task_of(*names, labels=string.ascii_letters[:size])
-        found = metrics.score(task, labelled(gold), guess)
-        wanted = (sklearn_metrics.accuracy_score(gold, guess),
-                  sklearn_metrics.f1_score(gold, guess, average="macro", zero_division=0),
-                  sklearn_metrics.matthews_corrcoef(gold, guess))
-        assert list(found.values()) == pytest.approx(wanted, abs=1e-12), (gold, guess)
-        fixed = metrics.score(task_named("CB"), labelled(np.array(gold) % 3), np.array(guess) % 3)
-        assert fixed["macro_f1"] == pytest.approx(sklearn_metrics.f1_score(
-            np.array(gold) % 3, np.array(guess) % 3, labels=[0, 1, 2], average="macro",
-            zero_division=0))
-        two = metrics.score(task_of("binary_f1", labels="ab"), labelled(np.array(gold) % 2),
-                            np.array(guess) % 2)
-        assert two["binary_f1"] == pytest.approx(sklearn_metrics.f1_score(
-            np.array(gold) % 2, np.array(guess) % 2, zero_division=0))
-        rows = metrics.class_counts(task, labelled(gold), guess)
-        assert [gold for _, gold, _ in rows.values()] == [gold.count(n) for n in range(size)]
-        assert metrics.confusion(task, labelled(gold), guess) == (
-            sklearn_metrics.confusion_matrix(gold, guess, labels=range(size)).tolist())
+def classes(dice: random.Random) -> Compared:
+    size, gold, guess = some_classes(dice)
+    task = task_of("accuracy", "macro_f1", "matthews_multi", labels=string.ascii_letters[:size])
+    found = metrics.score(task, labelled(gold), guess)
+    for name, wanted in (
+            ("accuracy", sklearn_metrics.accuracy_score(gold, guess)),
+            ("macro_f1", sklearn_metrics.f1_score(gold, guess, average="macro", zero_division=0)),
+            ("matthews_multi", sklearn_metrics.matthews_corrcoef(gold, guess))):
+        yield name, "scikit-learn", found[name], wanted
+    counts = metrics.class_counts(task, labelled(gold), guess)
+    assert [right for _, right, _ in counts.values()] == [gold.count(n) for n in range(size)]
+    assert metrics.confusion(task, labelled(gold), guess) == (
+        sklearn_metrics.confusion_matrix(gold, guess, labels=range(size)).tolist())
+    gold, guess = np.array(gold) % 2, np.array(guess) % 2
+    for name, wanted in (("binary_f1", sklearn_metrics.f1_score(gold, guess, zero_division=0)),
+                         ("matthews", sklearn_metrics.matthews_corrcoef(gold, guess))):
+        task = task_of(name, labels="ab")
+        yield name, "scikit-learn", metrics.score(task, labelled(gold), guess)[name], wanted
 
 
-def test_classes_that_occur_nowhere_do_not_count():
-    """Five labels in train, three in validation, all right: macro F1 was 60.0."""
-    task = task_of("macro_f1", labels="abcde")
-    assert metrics.score(task, labelled([0, 2, 4]), [0, 2, 4]) == {"macro_f1": 1.0}
-    found = metrics.score(task_named("CB"), labelled([0, 2]), [0, 2])
-    assert found["macro_f1"] == pytest.approx(2 / 3)  # CB's official rule: all three
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_several_labels_are_scored_as_by_scikit_learn(seed):
-    dice = np.random.default_rng(seed)
-    many, guesses = dice.integers(0, 2, (2, dice.integers(1, 30), 4)) * dice.integers(0, 2, 4)
+def several_labels(dice: random.Random) -> Compared:
+    numbers = np.random.default_rng(dice.randrange(1 << 30))
+    gold, guess = numbers.integers(0, 2, (2, numbers.integers(1, 30), 4)) * numbers.integers(0, 2,
+                                                                                             4)
     task = task_of("micro_f1", "macro_f1", "exact_labels", head="multilabel", labels="abcd")
-    examples, predictions = labelled(map(tuple, many)), [tuple(row) for row in guesses]
+    examples, predictions = labelled(map(tuple, gold)), [tuple(row) for row in guess]
     found = metrics.score(task, examples, predictions)
     for average in ("micro", "macro"):
-        wanted = sklearn_metrics.f1_score(many, guesses, average=average, zero_division=0)
-        assert found[f"{average}_f1"] == pytest.approx(wanted)
-    assert found["exact_labels"] == sklearn_metrics.accuracy_score(many, guesses)
-    hits, gold, guess = zip(*metrics.class_counts(task, examples, predictions).values(),
-                            strict=True)
-    wanted = sklearn_metrics.multilabel_confusion_matrix(many, guesses)
-    assert list(hits) == wanted[:, 1, 1].tolist() and list(gold) == many.sum(0).tolist()
-    assert list(guess) == guesses.sum(0).tolist()
+        yield f"{average}_f1 (several labels)", "scikit-learn", found[f"{average}_f1"], (
+            sklearn_metrics.f1_score(gold, guess, average=average, zero_division=0))
+    yield "exact_labels", "scikit-learn", found["exact_labels"], (
+        sklearn_metrics.accuracy_score(gold, guess))
+    counts = np.array([*metrics.class_counts(task, examples, predictions).values()])
+    wanted = sklearn_metrics.multilabel_confusion_matrix(gold, guess)
+    assert (counts == np.stack([wanted[:, 1, 1], gold.sum(0), guess.sum(0)], 1)).all()
 
 
-@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1.0, 1e6, 1e200])
-def test_numbers_correlate_as_by_scipy(scale):
+def numbers(dice: random.Random) -> Compared:
     """Labels of 1e-7 correlated with nothing, as their squares fell below a limit."""
-    for seed in range(20):
-        dice = np.random.default_rng(seed)
-        count = int(dice.choice([2, 3, 30]))
-        gold, guess = dice.integers(0, 20, count) / 4 * scale, dice.normal(size=count).round(1)
-        found = metrics.score(task_of("pearson", "spearman", head="regress"), labelled(gold), guess)
-        ties = len({*gold}) == 1 or len({*guess}) == 1
-        wanted = stats.pearsonr(gold / scale, guess)[0], stats.spearmanr(gold, guess)[0]
-        assert list(found.values()) == ([0, 0] if ties else pytest.approx(wanted, abs=1e-12))
+    made = np.random.default_rng(dice.randrange(1 << 30))
+    scale, count = dice.choice([1e-9, 1e-3, 1.0, 1e6, 1e200]), dice.choice([2, 3, 30])
+    gold, guess = made.integers(0, 20, count) / 4, made.normal(size=count).round(1)
+    found = metrics.score(task_of("pearson", "spearman", head="regress"), labelled(gold * scale),
+                          guess)
+    is_constant = len({*gold}) == 1 or len({*guess}) == 1
+    for name, wanted in (("pearson", stats.pearsonr(gold, guess)[0]),
+                         ("spearman", stats.spearmanr(gold, guess)[0])):
+        yield name, "scipy", found[name], 0.0 if is_constant else wanted
 
 
-@pytest.mark.parametrize("guess", [[3.0] * 3, [0.1] * 3, [1e300] * 3, [np.nan, 1.0, 2.0],
-                                   [np.inf, 1.0, 2.0]])
-@pytest.mark.filterwarnings("ignore:invalid value")
-def test_constants_and_what_is_no_number_correlate_with_nothing(guess):
-    task = task_of("pearson", head="regress")
-    assert metrics.score(task, labelled([1.0, 2.0, 4.0]), guess) == {"pearson": 0.0}
-    assert metrics.score(task, labelled([0.1] * 3), [1.0, 2.0, 4.0]) == {"pearson": 0.0}
+def with_torchmetrics(dice: random.Random) -> Compared:
+    functional = pytest.importorskip("torchmetrics.functional")
+    torch = pytest.importorskip("torch")
+    size, gold, guess = some_classes(dice)
+    task = task_of("accuracy", "macro_f1", "matthews_multi", labels=string.ascii_letters[:size])
+    found = metrics.score(task, labelled(gold), guess)
+    how = {"preds": torch.tensor(guess), "target": torch.tensor(gold), "task": "multiclass",
+           "num_classes": size}
+    yield "accuracy", "torchmetrics", found["accuracy"], functional.accuracy(**how)
+    yield "macro_f1", "torchmetrics", found["macro_f1"], functional.f1_score(**how, average="macro")
+    if len({*gold}) > 1 and len({*guess}) > 1:  # of a constant, it says 1 where all is right
+        yield "matthews_multi", "torchmetrics", found["matthews_multi"], (
+            functional.matthews_corrcoef(**how))
+    gold, guess = ([dice.choice((0, 1, 1.5, 2, 3)) for _ in range(20)] for _ in range(2))
+    found = metrics.score(task_of("pearson", "spearman", head="regress"), labelled(gold), guess)
+    sides = torch.tensor(gold).double(), torch.tensor(guess).double()
+    yield "pearson", "torchmetrics", found["pearson"], functional.pearson_corrcoef(*sides)
+    yield "spearman", "torchmetrics", found["spearman"], functional.spearman_corrcoef(*sides)
+    examples, guesses = some_answers(dice, TEXTS["en"])
+    theirs = functional.squad(
+        [{"prediction_text": text, "id": str(n)} for n, text in enumerate(guesses)],
+        [{"answers": {"text": list(e.gold), "answer_start": [0] * len(e.gold)}, "id": str(n)}
+         for n, e in enumerate(examples)])
+    found = metrics.score(task_named("SQuAD-v1.1"), examples, guesses)
+    yield "em", "torchmetrics (SQuAD)", found["em"], theirs["exact_match"] / 100
+    if not any(squad_words(text) == [] for e in examples for text in e.gold):
+        yield "f1", "torchmetrics (SQuAD)", found["f1"], theirs["f1"] / 100  # else it says 1
 
 
-def conlleval(tags: list[str]) -> list[tuple[str, int, int]]:
-    """Return the chunks of the perl script: one that ends where it must, and starts where it may
-    (startOfChunk, endOfChunk), with what stands before a sentence being O."""
-    chunks, before, kind_before, start = [], "O", "", 0
-    for place, tag in enumerate([*tags, "O"]):
-        now, _, kind = tag.partition("-")
-        inside = before != "O" and now in ("I", "E") and before not in ("O", "E")
-        if before != "O" and (not inside or kind != kind_before):
-            chunks.append((kind_before, start, place))
-        if now != "O" and (not inside or kind != kind_before):
-            start = place
-        before, kind_before = now, kind
-    return chunks
+def superglue(dice: random.Random) -> Compared:
+    """The rules of the official code: CB's and AX-g's of jiant, MultiRC's multirc_measures.py, the
+    evaluation script of ReCoRD, in loops over counts."""
+    gold, guess = ([dice.choice((0, 1, 2, 2)[dice.randrange(4):]) for _ in range(9)] for _ in "ab")
+    of_classes = []
+    for label in range(3):
+        right = sum(g == p == label for g, p in zip(gold, guess, strict=True))
+        precision, recall = (right / max(side.count(label), 1) for side in (guess, gold))
+        of_classes.append(2 * precision * recall / (precision + recall) if right else 0.0)
+    found = metrics.score(task_named("CB"), labelled(gold), guess)
+    yield "macro_f1 (CB)", "jiant", found["macro_f1"], sum(of_classes) / 3
+    yield "accuracy (CB)", "jiant", found["accuracy"], sum(map(int.__eq__, gold, guess)) / 9
+
+    shares = [dice.choice((0, 0.3, 1)) for _ in "ab"]
+    keys = [(p, q, a) for p in range(2) for q in range(3) for a in range(dice.randint(1, 4))]
+    dice.shuffle(keys)
+    gold, guess = ([int(dice.random() < share) for _ in keys] for share in shares)
+    found = metrics.score(task_named("MultiRC"), [
+        Example(key, (("t", "q"),), label) for key, label in zip(keys, gold, strict=True)], guess)
+    agreed, correct, predicted, wrong = 0, 0, 0, dict.fromkeys([key[:2] for key in keys], 0)
+    for key, label, answer in zip(keys, gold, guess, strict=True):
+        agreed, correct, predicted = agreed + label * answer, correct + label, predicted + answer
+        wrong[key[:2]] += abs(label - answer)
+    if correct or predicted:  # of nothing at all the script says 1, jiant and the Hub's metric 0
+        yield "f1a (MultiRC)", "multirc_measures.py", found["f1a"], (
+            2 * agreed / (correct + predicted))
+    yield "em (MultiRC)", "multirc_measures.py", found["em"], (
+        sum(count == 0 for count in wrong.values()) / len(wrong))
+
+    examples, guesses = some_answers(dice, TEXTS["en"])
+    examples = [replace(e, names=("x",)) for e in examples]
+    found = metrics.score(task_named("ReCoRD"), examples, guesses)
+    f1, em = squad_scores(examples, guesses, squad_words)
+    yield "f1 (ReCoRD)", "record_evaluation.py", found["f1"], f1
+    yield "em (ReCoRD)", "record_evaluation.py", found["em"], em
+
+    guess = [dice.randrange(2) for _ in range(12)]
+    pairs = [Example((n,), (("a", f"b{n // 2}"),), n % 2) for n in range(12)]
+    found = metrics.score(task_named("AX-g"), pairs, guess)
+    yield "gender_parity (AX-g)", "jiant", found["gender_parity"], (
+        sum(guess[n] == guess[n + 1] for n in range(0, 12, 2)) / 6)
 
 
-def tag_cases(count: int):
-    """Yield (scheme, gold, predictions): any order of tags, so most are against their scheme."""
-    for seed in range(count):
-        dice = random.Random(seed)
-        scheme = dice.choice(("BIO", "IO", "BIOES", "BIOLU"))
-        kinds = dice.choice(([""], ["X", "Y"], ["X", "X-Y"], ["", "X"]))
-        tags = sorted({letter if letter == "O" or not kind else f"{letter}-{kind}"
-                       for letter in scheme for kind in kinds})
-        gold = [[dice.choice(tags) for _ in range(dice.randint(1, 9))] for _ in range(3)]
-        yield scheme, tags, gold, [[tag if dice.random() < 0.6 else dice.choice(tags)
-                                    for tag in row] for row in gold]
+def conlleval(gold: list[str], guess: list[str]) -> tuple[float, float]:
+    """Return (F1, accuracy) by the counting loop of the perl script; sentences are parted by O."""
+    ends = {"BB", "BO", "IB", "IO", "EE", "EI", "EO"}
+    starts = {"BB", "IB", "OB", "OI", "OE", "EE", "EI"}
+    hits = right = guessed = same = 0
+    before, is_correct = [("O", ""), ("O", "")], False
+    for pair in zip([*gold, "O"], [*guess, "O"], strict=True):
+        now = [(tag.partition("-")[0], tag.partition("-")[2]) for tag in pair]
+        ended, begun = [], []
+        for (last, last_kind), (tag, kind) in zip(before, now, strict=True):
+            ended.append(last + tag in ends or (last != "O" and last_kind != kind))
+            begun.append(last + tag in starts or (tag != "O" and last_kind != kind))
+        if is_correct:
+            if all(ended) and before[0][1] == before[1][1]:
+                hits, is_correct = hits + 1, False
+            elif ended[0] != ended[1] or now[0][1] != now[1][1]:
+                is_correct = False
+        is_correct = is_correct or (all(begun) and now[0][1] == now[1][1])
+        right, guessed, same = right + begun[0], guessed + begun[1], same + (now[0] == now[1])
+        before = now
+    precision, recall = hits / max(guessed, 1), hits / max(right, 1)
+    return (2 * precision * recall / (precision + recall) if hits else 0.0,
+            (same - 1) / max(len(gold), 1))
 
 
-def test_spans_are_scored_as_by_seqeval_and_conlleval():
-    """Tags without a kind were kinds of their own: gold B I I, predicted I I I was 0, not 1."""
+def spans(dice: random.Random) -> Compared:
+    """Any order of tags, so most are against their scheme. Tags without a kind were kinds of their
+    own: gold B I I, predicted I I I was 0, not 1."""
     seqeval = pytest.importorskip("seqeval.metrics")
-    for scheme, tags, gold, guess in tag_cases(400):
-        task = task_of("span_f1", "tag_accuracy", head="tags", labels=tags)
-        examples = labelled(tuple(map(tags.index, row)) for row in gold)
-        predictions = [tuple(map(tags.index, row)) for row in guess]
-        found = metrics.score(task, examples, predictions)
-        if scheme in ("BIO", "IO"):
-            assert [metrics.spans_of(row) for row in gold] == list(map(conlleval, gold))
-        # seqeval's default mode takes U and L for nothing: the same tags in the letters of IOBES.
-        letters = str.maketrans("LU", "ES")
-        renamed = [[[tag[0].translate(letters) + tag[1:] for tag in row] for row in side]
-                   for side in (gold, guess)]
-        assert found["span_f1"] == pytest.approx(seqeval.f1_score(*renamed)), (gold, guess)
-        assert found["tag_accuracy"] == pytest.approx(seqeval.accuracy_score(gold, guess))
-        report = seqeval.classification_report(*renamed, output_dict=True, zero_division=0)
-        for kind, (hits, right, guessed) in metrics.class_counts(
-                task, examples, predictions).items():
-            wanted = report["_" if kind == "(no kind)" else kind]
-            assert right == wanted["support"]
-            assert hits / max(right, 1) == pytest.approx(wanted["recall"])
-            assert hits / max(guessed, 1) == pytest.approx(wanted["precision"])
+    scheme = dice.choice(("BIO", "IO", "BIOES", "BIOLU"))
+    kinds = dice.choice(([""], ["X", "Y"], ["X", "X-Y"], ["", "X"]))
+    tags = sorted({letter if letter == "O" or not kind else f"{letter}-{kind}"
+                   for letter in scheme for kind in kinds})
+    gold = [[dice.choice(tags) for _ in range(dice.randint(1, 9))] for _ in range(3)]
+    empty = dice.random() < 0.1
+    guess = [["O" if empty else tag if dice.random() < 0.6 else dice.choice(tags) for tag in row]
+             for row in gold]
+    task = task_of("span_f1", "tag_accuracy", head="tags", labels=tags)
+    examples = labelled(tuple(map(tags.index, row)) for row in gold)
+    predictions = [tuple(map(tags.index, row)) for row in guess]
+    found = metrics.score(task, examples, predictions)
+    if scheme in ("BIO", "IO"):
+        whole = [[tag for row in side for tag in (*row, "O")] for side in (gold, guess)]
+        yield "span_f1 (IOB1, IOB2)", "conlleval", found["span_f1"], conlleval(*whole)[0]
+    # seqeval's default mode takes U and L for nothing: the same tags in the letters of IOBES.
+    letters = str.maketrans("LU", "ES")
+    renamed = [[[tag[0].translate(letters) + tag[1:] for tag in row] for row in side]
+               for side in (gold, guess)]
+    yield f"span_f1 ({scheme})", "seqeval", found["span_f1"], seqeval.f1_score(*renamed)
+    yield "tag_accuracy", "seqeval", found["tag_accuracy"], seqeval.accuracy_score(gold, guess)
+    report = seqeval.classification_report(*renamed, output_dict=True, zero_division=0)
+    for kind, (hits, right, guessed) in metrics.class_counts(task, examples, predictions).items():
+        wanted = report["_" if kind == "(no kind)" else kind]
+        assert right == wanted["support"]
+        assert hits / max(right, 1) == pytest.approx(wanted["recall"])
+        assert hits / max(guessed, 1) == pytest.approx(wanted["precision"])
 
 
-def test_bilou_and_iobes_that_follow_their_scheme_are_seqevals_strict_ones():
+def spans_by_their_scheme(dice: random.Random) -> Compared:
+    """BILOU and IOBES that follow their scheme: seqeval's strict mode, and conlleval's E."""
     seqeval = pytest.importorskip("seqeval.metrics")
     schemes = pytest.importorskip("seqeval.scheme")
-    for seed in range(60):
-        dice = random.Random(seed)
-        single, last = dice.choice(("SE", "UL"))
-        sides = []
-        for _ in range(2):
-            row: list[str] = []
-            while len(row) < 9:
-                kind, length = dice.choice("XY"), dice.randint(0, 3)
-                row += {0: ["O"], 1: [f"{single}-{kind}"]}.get(
-                    length, [f"B-{kind}", *[f"I-{kind}"] * (length - 2), f"{last}-{kind}"])
-            sides.append(row)
-        length = min(map(len, sides))
-        gold, guess = ([*row, *["O"] * (12 - len(row))] for row in sides)
-        labels = sorted({*gold, *guess})
-        found = metrics.score(
-            task_of("span_f1", head="tags", labels=labels),
-            labelled([tuple(map(labels.index, gold))]), [tuple(map(labels.index, guess))])
-        scheme = schemes.IOBES if single == "S" else schemes.BILOU
-        assert length and found["span_f1"] == pytest.approx(
-            seqeval.f1_score([gold], [guess], mode="strict", scheme=scheme))
+    single, last = dice.choice(("SE", "UL"))
+    sides = []
+    for _ in range(2):
+        row: list[str] = []
+        while len(row) < 9:
+            kind, length = dice.choice("XY"), dice.randint(0, 3)
+            row += {0: ["O"], 1: [f"{single}-{kind}"]}.get(
+                length, [f"B-{kind}", *[f"I-{kind}"] * (length - 2), f"{last}-{kind}"])
+        sides.append([*row, *["O"] * (12 - len(row))])
+    labels = sorted({tag for side in sides for tag in side})
+    found = metrics.score(
+        task_of("span_f1", head="tags", labels=labels),
+        labelled([tuple(map(labels.index, sides[0]))]), [tuple(map(labels.index, sides[1]))])
+    scheme = schemes.IOBES if single == "S" else schemes.BILOU
+    yield f"span_f1 ({scheme.__name__})", "seqeval, strict", found["span_f1"], (
+        seqeval.f1_score([sides[0]], [sides[1]], mode="strict", scheme=scheme))
 
 
 ARTICLES = {"en": "a an the", "es": "un una unos unas el la los las",
             "vi": "của là cái chiếc những",
-            "de": "ein eine einen einem eines einer der die das den dem des", "hi": "", "zh": ""}
+            "de": "ein eine einen einem eines einer der die das den dem des", "hi": "", "zh": "",
+            "ar": ""}
+TEXTS = {language: [*articles.split(), "北京", "大學", "2008年", "Straße", "«x»", "「日", "،",
+                    "البيت", "مال", "हिन्दी", "một", "(U.S.)", "an-other", "–", "'s",
+                    "\u3000", "…", "$5"]
+         for language, articles in ARTICLES.items()}
+
+
+def squad_words(text: str) -> list[str]:
+    """Return what both scripts of SQuAD do: lower, no punctuation, articles to spaces, words."""
+    text = "".join(letter for letter in text.lower() if letter not in set(string.punctuation))
+    return re.compile(r"\b(a|an|the)\b", re.UNICODE).sub(" ", text).split()
 
 
 def mlqa_words(text: str, language: str) -> list[str]:
@@ -200,23 +270,87 @@ def mlqa_words(text: str, language: str) -> list[str]:
         text = "".join(f" {x} " if "\u4e00" <= x <= "\u9fa5" else x for x in text)
     if language == "ar":  # an article is taken out of every word
         text = text.replace("ال", " ")
-    return [word for word in text.split() if word not in ARTICLES.get(language, "").split()]
+    return [word for word in text.split() if word not in ARTICLES[language].split()]
 
 
-@pytest.mark.parametrize("language", ["en", "es", "hi", "vi", "de", "ar", "zh"])
-def test_answers_are_compared_by_mlqas_rules(language):
-    parts = [*ARTICLES.get(language, "").split(), "北京", "大學", "2008年", "Straße", "«x»", "「日",
-             "،", "البيت", "مال", "हिन्दी", "một", "(U.S.)", "–", "'s", " ", "\u3000", "…", "$5"]
-    for seed in range(100):
-        dice = random.Random(seed)
-        between = "" if language == "zh" and seed % 2 else " "
-        first, second = (between.join(dice.choices(parts, k=dice.randint(0, 5)))
-                         for _ in range(2))
-        one, two = mlqa_words(first, language), mlqa_words(second, language)
-        assert normalize(first, language) == " ".join(one)
-        same = sum((Counter(one) & Counter(two)).values())
-        wanted = 2 * same / (len(one) + len(two)) if same else 0.0
-        assert token_f1(normalize(first, language), normalize(second, language)) == wanted
+def some_answers(dice: random.Random, parts: list[str], between: str = " ", least: int = 1
+                 ) -> tuple[list[Example], list[str]]:
+    """Return (examples with at least so many gold answers, predictions): empty ones, repetitions,
+    other cases, articles alone."""
+    examples, guesses = [], []
+    for n in range(6):
+        golds = tuple(between.join(dice.choices(parts, k=dice.randint(1, 5)))
+                      for _ in range(dice.randint(least, 3)))
+        gold = dice.choice(golds or ("",))
+        guesses.append(dice.choice([gold, gold.upper() + "!", "The " + gold, gold[:3], "", "a",
+                                    gold + between + gold,
+                                    between.join(dice.choices(parts, k=dice.randint(0, 5)))]))
+        examples.append(Example((n, 0), (("q", "c"),), (), gold=golds, id=str(n)))
+    return examples, guesses
+
+
+def squad_scores(examples: list[Example], guesses: list[str],
+                 words: Callable[[str], list[str]], is_v2: bool = False) -> tuple[float, float]:
+    """Return (F1, exact match) as the scripts are described: the best of the gold answers counts;
+    v2.0 drops golds of which nothing is left, and compares empty token lists as equal or not."""
+    exact = f1 = 0.0
+    for example, guess in zip(examples, guesses, strict=True):
+        golds = [words(gold) for gold in example.gold]
+        golds = [gold for gold in golds if gold] or [[]] if is_v2 else golds
+        found, best = words(guess), []
+        for gold in golds:
+            same = sum((Counter(found) & Counter(gold)).values())
+            precision, recall = same / max(len(found), 1), same / max(len(gold), 1)
+            best.append(2 * precision * recall / (precision + recall) if same else
+                        float(is_v2 and found == gold == []))
+        exact += found in golds
+        f1 += max(best)
+    return f1 / len(examples), exact / len(examples)
+
+
+def answer_texts(dice: random.Random) -> Compared:
+    for version, least in (("v1.1", 1), ("v2.0", 0)):
+        examples, guesses = some_answers(dice, TEXTS["en"], least=least)
+        found = metrics.score(task_named(f"SQuAD-{version}"), examples, guesses)
+        for (name, ours), theirs in zip(found.items(), squad_scores(
+                examples, guesses, squad_words, version == "v2.0"), strict=True):
+            yield name, f"evaluate-{version}.py", ours, theirs
+    for language in ARTICLES:
+        between = "" if language == "zh" and dice.random() < 0.5 else " "
+        examples, guesses = some_answers(dice, TEXTS[language], between)
+        found = metrics.score(task_named("SQuAD-v1.1"), [
+            replace(example, language=language) for example in examples], guesses)
+        for (name, ours), theirs in zip(found.items(), squad_scores(
+                examples, guesses, lambda text, of=language: mlqa_words(text, of)), strict=True):
+            yield f"{name} (language)", "mlqa_evaluation_v1.py", ours, theirs
+
+
+CASES = {classes: 200, several_labels: 100, numbers: 200, with_torchmetrics: 40, superglue: 200,
+         spans: 400, spans_by_their_scheme: 100, answer_texts: 100}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_scores_are_those_of_the_reference(case):
+    for seed in range(CASES[case]):
+        for metric, reference, found, wanted in case(random.Random(seed)):
+            near = 1e-6 if reference.startswith("torchmetrics") else 1e-12
+            assert abs(found - float(wanted)) <= near, (metric, reference, seed)
+
+
+def test_classes_that_occur_nowhere_do_not_count():
+    """Five labels in train, three in validation, all right: macro F1 was 60.0."""
+    task = task_of("macro_f1", labels="abcde")
+    assert metrics.score(task, labelled([0, 2, 4]), [0, 2, 4]) == {"macro_f1": 1.0}
+    found = metrics.score(task_named("CB"), labelled([0, 2]), [0, 2])
+    assert found["macro_f1"] == pytest.approx(2 / 3)  # CB's official rule: all three
+
+
+@pytest.mark.parametrize("guess", [[3.0] * 3, [0.1] * 3, [1e300] * 3, [np.nan, 1.0, 2.0],
+                                   [np.inf, 1.0, 2.0]])
+def test_constants_and_what_is_no_number_correlate_with_nothing(guess):
+    task = task_of("pearson", head="regress")
+    assert metrics.score(task, labelled([1.0, 2.0, 4.0]), guess) == {"pearson": 0.0}
+    assert metrics.score(task, labelled([0.1] * 3), [1.0, 2.0, 4.0]) == {"pearson": 0.0}
 
 
 @pytest.mark.parametrize(("text", "gold", "guess", "f1"), [
@@ -239,3 +373,22 @@ def test_nothing_warns_on_one_class_one_example_and_no_span():
             metrics.score(task_of(name, labels="ab"), labelled([0]), [0])
         tags = task_of("span_f1", head="tags", labels=("O", "B"))
         assert metrics.score(tags, labelled([(0, 0)]), [(0, 0)]) == {"span_f1": 0.0}
+
+
+def print_table() -> None:
+    warnings.simplefilter("ignore")
+    counts: Counter[tuple[str, str]] = Counter()
+    largest: Counter[tuple[str, str]] = Counter()
+    for case, count in CASES.items():
+        for seed in range(count):
+            for metric, reference, found, wanted in case(random.Random(seed)):
+                counts[metric, reference] += 1
+                largest[metric, reference] = max(abs(found - float(wanted)),
+                                                 largest[metric, reference])
+    print("| metric | reference | random cases | largest difference |\n|---|---|---|---|")
+    for (metric, reference), count in counts.items():
+        print(f"| {metric} | {reference} | {count} | {largest[metric, reference]:.0e} |")
+
+
+if __name__ == "__main__":
+    print_table()
