@@ -35,9 +35,12 @@ def test_the_manifest_is_written_when_all_else_is_on_the_disk(
     save.finish_save(save.begin_save(None, tmp_path, RECORD, 3, {"spm.model": source}))
     assert (path / "spm.model").read_text() == "a tokenizer" and not find.problems_of(path)
     manifest = max(n for n, name in enumerate(done) if find.MANIFEST in name)
-    assert f"/{rank_file(0)}" in done[:manifest]
-    assert done[manifest - 1] == ""  # the directory with all names in it
-    assert done[-1] == "checkpoints"
+    assert f"/{rank_file(0)}" in done[:manifest] and done[-1] == "checkpoints"
+    done.clear()
+    one = save.Save(path, 5, 3)
+    save._write_manifest(one, [{rank_file(0): {}}])
+    before, temporary, *after = done
+    assert before == "" and find.MANIFEST in temporary and after == ["", "checkpoints"]
 
 
 def test_one_rank_that_cannot_write_is_an_error_on_all(

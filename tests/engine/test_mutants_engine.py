@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launching import make_run
 from test_clipping import LARGEST, DeepSpeedZeroOptimizer_Stage3
 
-from deberta_ds.engine import clipping
+from deberta_ds.config import run_config
+from deberta_ds.engine import clipping, ds_config
 from deberta_ds.engine.clipping import _clip, clip_networks_apart
+from deberta_ds.engine.engine import keep_nothing_gathered, set_learning_rate
 
 
 @pytest.mark.parametrize("values", [[2e-6, 1e-6], [0.3, 0.4], [3.0, 4.0]])
@@ -64,3 +67,26 @@ def test_pieces_of_a_gradient_keep_their_parameter_and_padding_is_left_out(monke
     clipping.measure_in_pieces(optimizer)
     assert optimizer.get_grad_norm_direct([padding, first, second], ["a", "b"]) == [
         ([0, 1, 2, 3], "a"), ([4, 5, 6, 7], "a"), ([8, 9], "a"), ([0, 1, 2, 3], "b")]
+
+
+def test_what_deepspeed_is_given_is_the_run_s(tmp_path):
+    run, _ = run_config.load(make_run(tmp_path, global_batch_size="24", micro_batch_size="3"))
+    found = ds_config.resolve(run, {"gradient_clipping": "auto"}, 2)
+    assert {key: found[key] for key in ds_config.RUN_KEYS} == {
+        "train_batch_size": 24, "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 4, "gradient_clipping": run.optim.clip_norm}
+    assert ds_config.matmul_precision({"torch_autocast": {"enabled": True}}) == "bf16"
+    assert ds_config.matmul_precision({"fp16": {"enabled": True}}) == "fp16"
+    zero = keep_nothing_gathered({"zero_optimization": {"stage": 3}})["zero_optimization"]
+    assert zero == {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+
+def test_rates_follow_shares_and_wait_until_the_thaw():
+    removed, groups = [], [{"rate_share": 0.5}, {"waits": True}, {"waits": False}]
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups), holds=[
+        SimpleNamespace(remove=lambda: removed.append(1)) for _ in range(2)])
+    set_learning_rate(engine, 2.0, is_thawed=False)
+    assert [group["lr"] for group in groups] == [1.0, 0.0, 2.0] and not removed
+    set_learning_rate(engine, 2.0)
+    assert [group["lr"] for group in groups] == [1.0, 2.0, 2.0]
+    assert len(removed) == 2 and not engine.holds

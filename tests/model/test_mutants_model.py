@@ -17,15 +17,19 @@ CONFIG = dataclasses.replace(FAMILIES["v2_conv"], hidden_dropout=HIDDEN, attenti
 
 
 def test_every_place_of_dropout_has_its_rate_in_training_and_none_in_evaluation(monkeypatch):
-    rates, sample, attend = [], dropout.sample_dropout_mask, encoder.attend
+    rates, sample = [], dropout.sample_dropout_mask
     monkeypatch.setattr(dropout, "sample_dropout_mask",
                         lambda rate: rates.append(rate) or sample(rate))
-    monkeypatch.setattr(encoder, "attend", lambda *tensors, **options: (
-        rates.append(("pairs", options["dropout"])) or attend(*tensors, **options)))
+    for name, function in (("attend", encoder.attend), ("attend_cls", encoder.attend_cls)):
+        monkeypatch.setattr(encoder, name, lambda *tensors, function=function, **options: (
+            rates.append(("pairs", options["dropout"])) or function(*tensors, **options)))
     model, ids = random_values(Backbone(CONFIG)), torch.arange(40).view(2, 20)
     model.train()(ids, torch.ones_like(ids))
     # The input and the convolution; in each layer the relative table and behind both sublayers.
     assert Counter(rates) == {HIDDEN: 2 + 3 * CONFIG.num_layers, ("pairs", PAIRS): 3}
+    rates.clear()
+    model.trunk.encoder(torch.randn(2, 20, 48), torch.ones_like(ids), cls_only=True)
+    assert Counter(rates) == {HIDDEN: 1 + 3 * CONFIG.num_layers, ("pairs", PAIRS): 3}
     plain = Backbone(FAMILIES["v2_conv"]).eval()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():

@@ -8,6 +8,7 @@ import torch
 from launching import make_run
 
 from deberta_ds.config import run_config
+from deberta_ds.model import flops
 from deberta_ds.model.encoder import Encoder
 from deberta_ds.objectives import base, mlm, rtd, rtd_cached
 from deberta_ds.objectives.build import build_model, held_parameters
@@ -60,6 +61,16 @@ def test_means_and_scores_divide_by_what_was_counted(tmp_path):
     detection = {"discriminator_loss": 0.25, "discriminator_gain": pytest.approx(gain)}
     assert rtd.means(run, total) == {"loss": 9 + weight * 0.25, "generator_loss": 9.0, **detection}
     assert rtd_cached.means(run, total) == {"loss": weight * 0.25, **detection}
+    mask = dataclasses.replace(run.objective.mask, rate=0.4, final_rate=0.2)
+    falling = dataclasses.replace(run, objective=dataclasses.replace(run.objective, mask=mask))
+    length, half = run.data.seq_len, rtd.encoders(run)["generator"]
+    assert half.num_layers == run.model.num_layers // 2
+    detector = 3 * flops.detector(run.model, length)  # backward is 2 x forward
+    assert rtd_cached.flops_per_token(falling) == detector
+    assert rtd.flops_per_token(falling) == pytest.approx(
+        detector + 3 * flops.masked_lm(half, length, 0.3))
+    assert mlm.flops_per_token(falling) == pytest.approx(
+        3 * flops.masked_lm(run.model, length, 0.3))
     assert mlm.means(run, TOTAL) == {"loss": 9.0, "masked_loss": 9.0}
     per_token = {"replaced": torch.tensor([False, True, False, True]),
                  "logits": torch.tensor([0.1, 0.9, 0.5, 0.3])}
