@@ -77,3 +77,13 @@ def test_a_stream_of_several_types_is_a_safetensors_file(tmp_path):
     found = load_file(tmp_path / "one")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert int.from_bytes((tmp_path / "one").read_bytes()[:8], "little") % 8 == 0
+
+
+def test_retention_keeps_the_newest_the_spared_and_what_is_not_finished_yet():
+    steps = [Path(f"step-0000000{number}") for number in range(1, 6)]
+    first = steps[0]
+    assert save.outdated(steps, steps[:4], 2, lambda path: path == first) == [steps[1]]
+    assert save.outdated(steps, [], 1, lambda path: False) == []
+    assert [save.is_permanent(3, step) for step in (2, 3, 4, 6)] == [False, True, False, True]
+    assert save.is_permanent((4,), 4) and not save.is_permanent((4,), 8)
+    assert not save.is_permanent(0, 3)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from data_helpers import tiny_tokenizer
 from launching import make_run
 
 from deberta_ds.config import run_config
@@ -105,3 +106,14 @@ def test_padding_is_in_no_sum_of_a_discriminator():
     wanted = torch.nn.functional.softplus(torch.tensor([-2.0, -1.0, 3.0, 0.0])).sum()
     assert sums["discriminator_loss"].item() == pytest.approx(wanted.item())
     assert (sums["discriminator_correct"].item(), sums["replaced"].item()) == (3, 1)
+
+
+def test_a_sentence_s_score_is_its_log_likelihood():
+    """Of a masked LM minus the loss; of a discriminator over the tokens between [CLS] and [SEP]."""
+    tokenizer, sentences = tiny_tokenizer(), [[1, 20, 21, 2], [1, 30, 2]]
+    assert mlm.sentence_scores(lambda batch: ({"masked_loss": torch.tensor(3.0)}, {}), sentences,
+                               tokenizer) == [-3.0, -3.0]
+    logits = torch.arange(7.0)
+    found = rtd.sentence_scores(lambda batch: ({}, {"logits": logits}), sentences, tokenizer)
+    assert found == pytest.approx([-math.log1p(math.e) - math.log1p(math.e**2),
+                                   -math.log1p(math.e**5)])
