@@ -87,3 +87,18 @@ def test_retention_keeps_the_newest_the_spared_and_what_is_not_finished_yet():
     assert [save.is_permanent(3, step) for step in (2, 3, 4, 6)] == [False, True, False, True]
     assert save.is_permanent((4,), 4) and not save.is_permanent((4,), 8)
     assert not save.is_permanent(0, 3)
+
+
+def test_the_best_checkpoint_outlives_newer_ones_and_is_a_whole_one(tmp_path):
+    paths = [find.path_of(tmp_path, step) for step in (1, 2, 3)]
+    for path in paths:
+        path.mkdir(parents=True)
+        (path / find.MANIFEST).write_text("{}")
+    save.point_best(paths[0])
+    (unfinished := find.path_of(tmp_path, 4)).mkdir()
+    save.point_best(unfinished)
+    save.prune(tmp_path, 1)
+    assert find.list_steps(tmp_path) == [paths[0], paths[2], unfinished]
+    assert (tmp_path / "best").resolve() == paths[0].resolve()
+    assert len(save.set_aside(tmp_path, 1)) == 1  # what a run that goes on from step 1 gives up
+    assert find.list_steps(tmp_path) == [paths[0], unfinished]
