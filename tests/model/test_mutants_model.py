@@ -1,0 +1,67 @@
+"""What changed numbers of the model without a test noticing (docs/evidence/reliability.md)."""
+
+import dataclasses
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+from hugging_face_models import FAMILIES, random_values
+
+from deberta_ds.model import dropout, encoder
+from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.dropout import DropoutMask
+from deberta_ds.model.encoder import ACTIVATIONS, Convolution
+
+HIDDEN, PAIRS = 0.25, 0.125
+CONFIG = dataclasses.replace(FAMILIES["v2_conv"], hidden_dropout=HIDDEN, attention_dropout=PAIRS)
+
+
+def test_every_place_of_dropout_has_its_rate_in_training_and_none_in_evaluation(monkeypatch):
+    rates, sample = [], dropout.sample_dropout_mask
+    monkeypatch.setattr(dropout, "sample_dropout_mask",
+                        lambda rate: rates.append(rate) or sample(rate))
+    for name, function in (("attend", encoder.attend), ("attend_cls", encoder.attend_cls)):
+        monkeypatch.setattr(encoder, name, lambda *tensors, function=function, **options: (
+            rates.append(("pairs", options["dropout"])) or function(*tensors, **options)))
+    model, ids = random_values(Backbone(CONFIG)), torch.arange(40).view(2, 20)
+    model.train()(ids, torch.ones_like(ids))
+    # The input and the convolution; in each layer the relative table and behind both sublayers.
+    assert Counter(rates) == {HIDDEN: 2 + 3 * CONFIG.num_layers, ("pairs", PAIRS): 3}
+    rates.clear()
+    model.trunk.encoder(torch.randn(2, 20, 48), torch.ones_like(ids), cls_only=True)
+    assert Counter(rates) == {HIDDEN: 1 + 3 * CONFIG.num_layers, ("pairs", PAIRS): 3}
+    plain = Backbone(FAMILIES["v2_conv"]).eval()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids, torch.ones_like(ids)),
+                           plain(ids, torch.ones_like(ids)))
+
+
+def test_the_convolution_drops_before_its_activation():
+    layer, hidden = random_values(Convolution(CONFIG)).train(), torch.randn(2, 9, 48)
+    torch.manual_seed(0)
+    found = layer(hidden, hidden + 1, torch.ones(2, 9))
+    torch.manual_seed(0)
+    convolved = F.conv1d(hidden.mT, layer.weight, layer.bias, padding=1).mT.contiguous()
+    dropped = dropout.sample_dropout_mask(HIDDEN).apply(convolved)
+    wanted = layer.norm(hidden + 1 + ACTIVATIONS[CONFIG.conv_activation](dropped))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_padding_leaves_the_input_block_as_zeros():
+    block = random_values(Backbone(CONFIG)).trunk.input.eval()
+    segments = torch.tensor([[1, 1, 2, 0]])
+    found = block(torch.randn(1, 4, 48), segments, torch.arange(4)[None])
+    assert found[0].any(-1).tolist() == [True, True, True, False]
+
+
+def test_random_bits_at_the_threshold_are_kept():
+    assert DropoutMask(0, 0, 0).mask(torch.empty(1)).tolist() == [1.0]  # whose bits are all 0
+
+
+def test_the_input_norm_of_16_bit_weights_is_computed_in_fp32():
+    norm = random_values(Backbone(CONFIG)).trunk.input.norm.bfloat16()
+    sums = 1e-3 * torch.randn(3, 48)  # so small that eps decides
+    wanted = F.layer_norm(sums.double(), (48,), norm.weight.double(), norm.bias.double(),
+                          CONFIG.norm_eps)
+    assert torch.equal(norm(sums), wanted.float().bfloat16())
