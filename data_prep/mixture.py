@@ -40,7 +40,7 @@ def main() -> None:
                         "last run of --after, else ~/.cache/deberta_ds")
     args = parser.parse_args()
 
-    from deberta_ds.config.built import BUILT, read_built
+    from deberta_ds.config.toml_files import BUILT, read_built
     from deberta_ds.data.mixture import build_mixture, next_source, temperature_weights
     from deberta_ds.data.remote import Cache
 

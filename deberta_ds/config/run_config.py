@@ -17,7 +17,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line
-from deberta_ds.config.built import apply_built
 from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
 from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
 from deberta_ds.config.options import (
@@ -32,7 +31,7 @@ from deberta_ds.config.options import (
     raise_problems,
     validate,
 )
-from deberta_ds.config.toml_files import flatten, read_with_overrides
+from deberta_ds.config.toml_files import apply_built, flatten, read_with_overrides
 
 Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of a run file
 _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers

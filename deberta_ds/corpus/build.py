@@ -19,7 +19,7 @@ from typing import Any
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.base.numbers import counted, format_duration
-from deberta_ds.config.built import BUILT, Built
+from deberta_ds.config.toml_files import BUILT, Built
 from deberta_ds.corpus.contamination import find_contamination
 from deberta_ds.corpus.damage import plan_whole
 from deberta_ds.corpus.dedup import find_duplicates

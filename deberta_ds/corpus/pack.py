@@ -10,12 +10,13 @@ from deberta_ds.base.files import xxh3
 from deberta_ds.corpus.origins import DIRECTORY, Origins
 from deberta_ds.corpus.units import Part, job, run_units
 from deberta_ds.data.corpus import Corpus, open_shard
-from deberta_ds.data.packing import PACKER_VERSION, plan_rows
 from deberta_ds.data.shards import (
     MANIFEST,
+    PACKER_VERSION,
     RowShardInfo,
     RowsManifest,
     ShardInfo,
+    plan_rows,
     read_manifest,
     read_rows_manifest,
     rows_directory,

@@ -26,15 +26,17 @@ from deberta_ds.corpus.origins import (
 from deberta_ds.corpus.pack import pack_shard, plan_description
 from deberta_ds.corpus.units import job, run_units, write_plan
 from deberta_ds.data.corpus import Corpus, open_shard
-from deberta_ds.data.packing import FRAME_TOKENS, PACKER_VERSION, cut_documents
 from deberta_ds.data.shards import (
+    FRAME_TOKENS,
     MANIFEST,
+    PACKER_VERSION,
     Manifest,
     RowShardInfo,
     RowsManifest,
     ShardInfo,
     ShardWriter,
     content_hash_of,
+    cut_documents,
     read_manifest,
     read_rows_manifest,
     rows_directory,

@@ -15,10 +15,10 @@ import xxhash
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import xxh3
-from deberta_ds.data.packing import FRAME_TOKENS
 from deberta_ds.data.reading import SmallFiles, read_bytes
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache, RemoteCorpus, is_remote
 from deberta_ds.data.shards import (
+    FRAME_TOKENS,
     MANIFEST,
     RowShardInfo,
     ShardInfo,

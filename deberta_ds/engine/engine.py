@@ -1,4 +1,7 @@
-"""Process group, model and DeepSpeed engine (only deepspeed_check.py imports deepspeed too).
+"""Process group, model and DeepSpeed engine, and whether the installed DeepSpeed fits.
+
+The JSON and DeepSpeed are checked before the process group exists, on every rank with the same
+result: DeepSpeed itself would answer with a traceback from each rank, after minutes of start-up.
 
 Patterns that hold under every ZeRO stage: one engine, one forward that returns both losses, one
 backward; initial values are set after construction, parameter by parameter, because under
@@ -12,6 +15,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 
 import deepspeed
 import torch
@@ -23,9 +27,9 @@ from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.driver import count_gpus
 from deberta_ds.cluster.launcher import check_environment, meet_mpi, rank_variables
+from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig, RunConfig
 from deberta_ds.engine import ds_config
-from deberta_ds.engine.check import CPU_PARTS, MODULE_PARTS, check_engine, check_parts
 from deberta_ds.engine.clipping import clip_networks_apart, measure_in_pieces
 from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
@@ -220,3 +224,79 @@ def gathered(parameters: list[nn.Parameter]):
     if any(hasattr(p, "ds_id") for p in parameters):
         return deepspeed.zero.GatheredParameters(parameters)
     return nullcontext()
+
+
+# Parts of DeepSpeed 0.19 that the code uses and that are documented nowhere, by who has them.
+MODULE_PARTS = ("zero.Init", "zero.GatheredParameters", "initialize", "init_distributed",
+                "get_accelerator")
+CPU_PARTS = ("ops.__compatible_ops__",)  # made when it is asked for, by running compilers
+ENGINE_PARTS = ("module", "optimizer", "device", "backward", "step", "zero_grad", "micro_steps",
+                "skipped_steps", "global_steps", "global_samples", "fp16_enabled",
+                "dynamic_loss_scale", "set_train_batch_size", "train_micro_batch_size_per_gpu",
+                "set_gradient_accumulation_boundary", "get_global_grad_norm",
+                "zero_optimization_stage",
+                "zero_nvme_offload_optimizer", "dp_world_size", "gradient_clipping",
+                "clip_fp32_gradients")
+_WRAPPER = ("param_groups", "overflow", "optimizer.state")
+_ZERO = (*_WRAPPER, "loss_scaler", "unscale_and_clip_grads", "get_grad_norm_direct",
+         "complete_grad_norm_calculation_for_cpu_offload")
+OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; engine/state.py reads and writes their state
+    "BF16_Optimizer": (*_WRAPPER, "bf16_groups", "fp32_groups_flat_partition",
+                       "fp32_groups_gradients", "clip_grad", "step", "update_lp_params"),
+    "DeepSpeedZeroOptimizer": (
+        *_ZERO, "round_robin_bit16_groups", "round_robin_bit16_offsets",
+        "single_partition_of_fp32_groups", "params_in_partition", "update_lp_params"),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        *_ZERO, "fp16_groups", "fp32_partitioned_groups_flat", "swap_optimizer",
+        "sub_group_to_group_id",
+        "checkpoint_event_prologue", "checkpoint_event_epilogue", "_swappable_optimizer_subgroup",
+        "_get_param_partition_rank", "_reassign_or_swap_out_partitioned_parameters",
+        "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
+}
+ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "partition_numel")
+
+
+def check_deepspeed(values: dict, place: str) -> list[str]:
+    """Check a JSON; return warnings about what this machine does badly. Raises ConfigError."""
+    ds_config.check(values, place)
+    return check_machine(values, deepspeed.get_accelerator().device_name(), place)
+
+
+def check_machine(values: dict, device_type: str, place: str) -> list[str]:
+    """Return warnings about what this machine does badly; ConfigError for what it cannot do."""
+    if device_type != "cpu":
+        return []
+    kind = ds_config.precision(values)
+    if kind == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
+        raise ConfigError(f"{place}: fp16.enabled: this processor has no fp16; use "
+                          "ds_configs/zero1_autocast_cpu.json")
+    if kind == "fp32":
+        return []
+    return [f"WARNING: {kind} weights without a GPU: torch's CPU kernels sum the gradients of "
+            f"norms and embeddings in {kind}, which makes them wrong by up to half at 8,192 tokens "
+            "per micro-batch; use ds_configs/zero1_autocast_cpu.json (fp32 weights, bf16 "
+            "matmuls)"]
+
+
+def check_engine(engine) -> None:
+    """Raise ConfigError if the engine lacks a part that the code relies on."""
+    check_parts("engine", engine, ENGINE_PARTS)
+    parts = OPTIMIZER_PARTS.get(type(engine.optimizer).__name__, ("param_groups", "state"))
+    check_parts("optimizer", engine.optimizer, parts)
+    if engine.zero_optimization_stage() == 3:
+        parameter = next(p for p in engine.module.parameters() if p.requires_grad)
+        check_parts("parameter", parameter, ZERO3_PARAMETER_PARTS)
+
+
+def check_parts(owner: str, thing, names: tuple[str, ...]) -> None:
+    """Raise ConfigError, the same on every rank, if `thing` lacks one of the dotted `names`."""
+    missing = []
+    for name in names:
+        try:
+            attrgetter(name)(thing)
+        except AttributeError:
+            missing.append(name)
+    if missing:
+        raise ConfigError(
+            f"DeepSpeed {deepspeed.__version__}: {owner} ({type(thing).__name__}) has no "
+            f"{', '.join(missing)}, which this program relies on; install deepspeed>=0.19.8,<0.20")

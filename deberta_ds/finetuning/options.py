@@ -57,8 +57,7 @@ def open_task(name: str) -> "Task":
 def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "tuple[Task, ...]",
                 init_from: dict[str, str], keep_models: bool, show_scores: bool = False) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
-    from deberta_ds.engine.check import check_deepspeed
-    from deberta_ds.engine.engine import local_device
+    from deberta_ds.engine.engine import check_deepspeed, local_device
     from deberta_ds.finetuning import settings
     from deberta_ds.finetuning.models import open_start
     from deberta_ds.finetuning.sweep import Sweep

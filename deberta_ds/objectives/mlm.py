@@ -1,19 +1,26 @@
-"""Masked language modeling with the enhanced mask decoder (DeBERTa v1/v2).
+"""Masked language modeling with the enhanced mask decoder (DeBERTa v1/v2), and batches of
+masked sentences, from which pseudo-log-likelihoods are computed.
 
 See `objectives.base` for what the functions of this module are for.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
 from torch import Tensor, nn
 
 from deberta_ds.config.run_config import ModelConfig, RunConfig
+from deberta_ds.data.batch import IGNORE, Batch, Row, collate
+from deberta_ds.data.masking import word_spans
 from deberta_ds.model import flops
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm
 from deberta_ds.objectives import base
 from deberta_ds.objectives.base import Forward, Numbers, Tensors
-from deberta_ds.objectives.sentences import masked_copies
 from deberta_ds.tokenizer import Tokenizer
 
+SENTENCES_AT_ONCE = 32
 METRICS = base.masked_metrics("masked", "Masked-token", on_console="loss")
 HEADS = {"main": "mlm_head."}
 
@@ -84,3 +91,80 @@ def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[s
 
 def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
     return base.masked_lm_parameters(networks["main"], "masked_lm."), []
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Sequences for pseudo-log-likelihoods: log p(token at `target`) with [target, end) masked.
+
+    Both definitions (by token, by word) share a sequence where they agree: words of one token, and
+    last tokens of words. An unknown token is masked with its word, and never a target.
+    """
+
+    sentence: np.ndarray
+    target: np.ndarray
+    end: np.ndarray
+    by_token: np.ndarray
+    by_word: np.ndarray
+
+
+def queries_of(sentences: list[list[int]], tokenizer: Tokenizer,
+               word_ids: list[list[int]] | None = None) -> Queries:
+    """Return the sequences that both definitions need for all sentences, each once.
+
+    `word_ids` numbers the word of each token between [CLS] and [SEP]; None: whole-word masking's.
+    """
+    word_start, special = tokenizer.word_starts(), tokenizer.is_special()
+    rows = []
+    for number, sentence in enumerate(sentences):
+        ids = np.array(sentence)
+        if word_ids is None:
+            starts, lengths = word_spans(ids, word_start, special[ids])
+        else:
+            edges = np.flatnonzero(np.diff(word_ids[number], prepend=-1, append=-1)) + 1
+            starts, lengths = edges[:-1], np.diff(edges)
+        for start, end in zip(starts, starts + lengths, strict=True):
+            targets = start + np.flatnonzero(~special[ids[start:end]])
+            rows += [(number, target, end, target + 1 == end, True) for target in targets]
+            rows += [(number, target, target + 1, True, False) for target in targets
+                     if target + 1 < end]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    return Queries(*columns[:3], *columns[3:].astype(bool))
+
+
+def masked_copies(sentence: list[int], tokenizer: Tokenizer) -> Batch:
+    """Return the sentence once for every token: it and what follows in its word are masked.
+
+    The loss of this batch is the sentence's negative pseudo-log-likelihood by word.
+    """
+    queries = queries_of([sentence], tokenizer)
+    spans = zip(queries.target[queries.by_word], queries.end[queries.by_word], strict=True)
+    return masked_batch([(sentence, *span) for span in spans] or [(sentence, 0, 0)], tokenizer)
+
+
+def masked_batch(queries: Iterable[tuple[list[int], int, int]], tokenizer: Tokenizer) -> Batch:
+    """Return a batch of sentences of one length, [target, end) masked, `target` to be predicted."""
+    rows = []
+    for sentence, target, end in queries:
+        ids = np.array(sentence)
+        inputs, labels = ids.copy(), np.full_like(ids, IGNORE)
+        inputs[target:end] = tokenizer.mask_id
+        labels[target:min(target + 1, end)] = ids[target]
+        rows.append(_row(inputs, labels, len(ids)))
+    return collate(rows)
+
+
+def padded(sentences: list[list[int]], tokenizer: Tokenizer) -> Batch:
+    """Return the sentences as rows without targets, padded to the longest."""
+    longest = max(map(len, sentences))
+    rows = []
+    for sentence in sentences:
+        ids = np.full(longest, tokenizer.pad_id, dtype=np.int64)
+        ids[:len(sentence)] = sentence
+        rows.append(_row(ids, np.full_like(ids, IGNORE), len(sentence)))
+    return collate(rows)
+
+
+def _row(ids: np.ndarray, labels: np.ndarray, tokens: int) -> Row:
+    columns = np.arange(len(ids), dtype=np.int32)
+    return Row(0, ids, labels, (columns < tokens).astype(np.int32), columns * (columns < tokens))

@@ -26,7 +26,7 @@ from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import ZERO_INIT
 from deberta_ds.objectives import base
 from deberta_ds.objectives.base import Forward, Metric, Numbers, Tensors
-from deberta_ds.objectives.sentences import SENTENCES_AT_ONCE, padded
+from deberta_ds.objectives.mlm import SENTENCES_AT_ONCE, padded
 from deberta_ds.tokenizer import Tokenizer
 
 DETECTION_METRICS = (

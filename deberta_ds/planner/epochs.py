@@ -9,8 +9,13 @@ more: each epoch has other masks, and BERT (arXiv 1810.04805, appendix A.2) was 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import rows_of_run
 from deberta_ds.config.run_config import RunConfig, SourceConfig
-from deberta_ds.data.packing import FRAME_TOKENS
-from deberta_ds.data.shards import MANIFEST, read_manifest, read_rows_manifest, rows_directory
+from deberta_ds.data.shards import (
+    FRAME_TOKENS,
+    MANIFEST,
+    read_manifest,
+    read_rows_manifest,
+    rows_directory,
+)
 
 FEW_EPOCHS, MANY_EPOCHS = 4, 40
 _BYTES_A_TOKEN = 4.0  # of English text with 32,000 subwords

@@ -13,9 +13,15 @@ from typing import Any
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import format_count, format_duration
 from deberta_ds.config import run_config
-from deberta_ds.config.built import BUILT, read_built
 from deberta_ds.config.model import padded_rows
-from deberta_ds.config.toml_files import as_override, as_toml, read_toml, set_value
+from deberta_ds.config.toml_files import (
+    BUILT,
+    as_override,
+    as_toml,
+    read_built,
+    read_toml,
+    set_value,
+)
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.engine import ds_config

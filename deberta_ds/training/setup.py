@@ -32,8 +32,7 @@ from deberta_ds.data.loader import build_loader
 from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import Row, RowDataset, eval_sequences
 from deberta_ds.engine import ds_config, engine
-from deberta_ds.engine.check import check_deepspeed
-from deberta_ds.engine.engine import local_device
+from deberta_ds.engine.engine import check_deepspeed, local_device
 from deberta_ds.evaluate.held_out import Pairs, open_pairs
 from deberta_ds.model import cpu
 from deberta_ds.model.backbone import count_parameters, on_meta

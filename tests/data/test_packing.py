@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deberta_ds.data.packing import FRAME_TOKENS, best_fit, plan_rows
+from deberta_ds.data.shards import FRAME_TOKENS, best_fit, plan_rows
 
 VOCAB = 50
 WORD_STARTS = np.arange(VOCAB) % 3 == 0  # ids 0, 3, 6 ... start a word

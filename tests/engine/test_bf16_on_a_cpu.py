@@ -12,7 +12,7 @@ from launching import ROOT, make_run
 from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
 from deberta_ds.data.batch import Row, collate
-from deberta_ds.engine import check, ds_config, engine
+from deberta_ds.engine import ds_config, engine
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 
@@ -69,8 +69,8 @@ def test_autocast_keeps_the_gradients_that_bf16_weights_lose(gradients):
 def test_16_bit_weights_without_a_gpu_are_warned_of(name, warned, monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     values = ds_config.load(ROOT / f"ds_configs/{name}.json")
-    lines = check.check_machine(values, "cpu", name)
-    assert bool(lines) == warned and check.check_machine(values, "cuda", name) == []
+    lines = engine.check_machine(values, "cpu", name)
+    assert bool(lines) == warned and engine.check_machine(values, "cuda", name) == []
     if warned:
         assert "use ds_configs/zero1_autocast_cpu.json" in lines[0]
 
@@ -81,7 +81,7 @@ def test_a_warning_about_the_machine_is_in_the_log_of_a_run(tmp_path):
     ds = ROOT / "ds_configs/zero1_bf16.json"
     text = rank_helpers.run(1, ["--config", str(make_run(tmp_path)), "--deepspeed_config", str(ds),
                                 "--train.stop_after=1"], tmp_path / "log")
-    lines = check.check_deepspeed(ds_config.load(ds), "ds.json")
+    lines = engine.check_deepspeed(ds_config.load(ds), "ds.json")
     assert lines and all(text.count(line) == 1 for line in lines)
 
 
@@ -90,7 +90,7 @@ def test_fp16_where_the_processor_has_none_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: None)  # as DeepSpeed says
     values = ds_config.load(ROOT / "ds_configs/zero2_fp16.json")
     with pytest.raises(ConfigError, match="fp16.enabled: .* no fp16; use .*zero1_autocast_cpu"):
-        check.check_machine(values, "cpu", "ds.json")
+        engine.check_machine(values, "cpu", "ds.json")
 
 
 def test_gradients_of_every_linear_layer_travel_in_16_bits():

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.offload_config import (
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.toml_files import read_toml
-from deberta_ds.engine import check, ds_config, engine
+from deberta_ds.engine import ds_config, engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "deberta_ds"
@@ -159,7 +159,7 @@ def test_every_shipped_json_passes(path):
     ds_config.load(path)
 
 
-@pytest.mark.parametrize("name", check.MODULE_PARTS)
+@pytest.mark.parametrize("name", engine.MODULE_PARTS)
 def test_a_deepspeed_without_a_part_is_refused_before_anything_starts(name, monkeypatch):
     owner, _, last = f"deepspeed.{name}".rpartition(".")
     thing = deepspeed
@@ -174,7 +174,7 @@ def test_a_deepspeed_whose_operators_cannot_be_switched_off_is_refused(monkeypat
     monkeypatch.delattr(deepspeed.ops, "__getattr__")
     monkeypatch.delattr(deepspeed.ops, "__compatible_ops__", raising=False)
     with pytest.raises(UserError, match="has no ops.__compatible_ops__, which this program"):
-        check.check_parts("deepspeed", deepspeed, check.CPU_PARTS)
+        engine.check_parts("deepspeed", deepspeed, engine.CPU_PARTS)
 
 
 @pytest.mark.multi
@@ -191,8 +191,8 @@ def test_an_engine_without_a_part_is_refused_by_name(tmp_path):
 def test_every_private_part_that_the_code_uses_is_on_the_list():
     """Names with an underscore, or of DeepSpeed's flat buffers, in the files that reach inside."""
     listed = {part.split(".")[-1] for parts in (
-        check.MODULE_PARTS, check.ENGINE_PARTS,
-        *check.OPTIMIZER_PARTS.values(), check.ZERO3_PARAMETER_PARTS)
+        engine.MODULE_PARTS, engine.ENGINE_PARTS,
+        *engine.OPTIMIZER_PARTS.values(), engine.ZERO3_PARAMETER_PARTS)
         for part in parts}
     owners = {"engine", "zero", "model_engine", "parameter", "writer"}
     used = set()

@@ -24,7 +24,7 @@ from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.objectives.build import build_model, objective_of
-from deberta_ds.objectives.sentences import queries_of
+from deberta_ds.objectives.mlm import queries_of
 from deberta_ds.release import tokenizer_files
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import LoadedModel, load_backbone

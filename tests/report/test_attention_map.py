@@ -18,7 +18,7 @@ from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.release.hf import write_hugging_face
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import load_backbone
-from deberta_ds.report.attention_page import colored, write_attention
+from deberta_ds.report.small_pages import colored, write_attention
 
 TEXT = "The quick brown fox jumps over the lazy dog."
 

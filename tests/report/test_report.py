@@ -20,7 +20,7 @@ from report_cases import (
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import format_value
 from deberta_ds.cluster import lock
-from deberta_ds.report import charts, facts, run_pages
+from deberta_ds.report import charts, run_pages, tables
 from deberta_ds.report.charts import Chart, Series, draw, summarize
 from deberta_ds.report.run_pages import filled_masks
 from deberta_ds.report.rundata import read_run
@@ -127,7 +127,7 @@ def test_goodput_of_tile_and_bar_is_the_newest_records(tmp_path):
                 "goodput": 0.9} | parts,
                event(10, 100.0, "end") | parts | {"saves_seconds": 10.0, "goodput": 90 / 110}]
     run = read_run(make_run(tmp_path / "run", records, extras=False))
-    tiles = {tile.key: tile for tile in facts.tiles(run, price=36.0)}
+    tiles = {tile.key: tile for tile in tables.tiles(run, price=36.0)}
     assert tiles["goodput"].value == 90 / 110
     assert "steps 81.8%" in run_pages.runs_page([run], [None])
     # Two ranks for 90 s of training (no record is later) and 10 s of starts.
@@ -255,7 +255,7 @@ def test_rank_hours_count_the_ranks_of_each_start(tmp_path):
     run = read_run(make_run(tmp_path / "new", records))
     seconds = run.training_seconds()
     assert run.rank_seconds() == pytest.approx((8 + 2) * seconds / 2)
-    assert {tile.key: tile.note for tile in facts.tiles(run)}["seconds"].startswith("2 to 8 ")
+    assert {tile.key: tile.note for tile in tables.tiles(run)}["seconds"].startswith("2 to 8 ")
 
 
 def test_a_sweep_has_its_scores_curves_seeds_and_matrices(tmp_path):

@@ -6,8 +6,14 @@ import sys
 from workers.traps import build
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.engine import check as check
-from deberta_ds.engine.engine import init_distributed
+from deberta_ds.engine.engine import (
+    ENGINE_PARTS,
+    OPTIMIZER_PARTS,
+    ZERO3_PARAMETER_PARTS,
+    check_engine,
+    check_parts,
+    init_distributed,
+)
 
 
 class Without:
@@ -27,7 +33,7 @@ class Without:
 
 def complaint(owner: str, thing, names: tuple[str, ...], missing: str) -> str:
     try:
-        check.check_parts(owner, Without(thing, missing), names)
+        check_parts(owner, Without(thing, missing), names)
         return ""
     except UserError as error:
         return str(error)
@@ -38,12 +44,12 @@ def main() -> None:
     found = {}
     for stage in (0, 1, 2, 3):
         engine = build(stage)
-        check.check_engine(engine)
+        check_engine(engine)
         parameter = next(engine.module.parameters())
-        of_wrapper = check.OPTIMIZER_PARTS.get(type(engine.optimizer).__name__, ())
+        of_wrapper = OPTIMIZER_PARTS.get(type(engine.optimizer).__name__, ())
         assert bool(of_wrapper) == (stage > 0)
-        of_parameter = check.ZERO3_PARAMETER_PARTS if stage == 3 else ()
-        for owner, thing, names in (("engine", engine, check.ENGINE_PARTS),
+        of_parameter = ZERO3_PARAMETER_PARTS if stage == 3 else ()
+        for owner, thing, names in (("engine", engine, ENGINE_PARTS),
                                     ("optimizer", engine.optimizer, of_wrapper),
                                     ("parameter", parameter, of_parameter)):
             for name in names:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = {  # file of the package: tests that should notice
     "data/masking.py": ["test_masking.py"],
     "data/rows.py": ["test_rows.py", "test_masking.py", "test_replaced.py"],
-    "data/packing.py": ["test_packing.py"],
+    "data/shards.py": ["test_packing.py"],
     "data/mixture.py": ["test_mixture.py", "test_permutation.py"],
     "data/batch.py": ["test_rows.py", "test_objectives.py"],
     "data/loader.py": ["test_loader.py"],
