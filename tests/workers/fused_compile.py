@@ -84,7 +84,7 @@ def _kind(parameter: str, constants: dict) -> str:
     if parameter in FLOAT_POINTERS:
         return "*fp32"
     last = parameter.rpartition("_")[2]
-    if last in FACTS | {"SEGMENT", "BITS"}:
+    if last in FACTS | {"SEGMENT", "DROPPED"}:
         return "*i32"
     if not parameter.isupper() or parameter in ("NQ", "NK", "N", "B", "H", "SPAN"):
         return "i32"

@@ -18,7 +18,7 @@ from attention_cases import Case as ContiguousCase
 from interpret_bf16 import patch
 
 from deberta_ds.model.attention import attend
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
+from deberta_ds.model.attention.dropout import keep_pairs
 from deberta_ds.model.attention.geometry import make_band
 from deberta_ds.model.kernels.attention import ops
 
@@ -105,8 +105,7 @@ def read_mask_back() -> list[float]:
     v = torch.eye(length).expand(1, 2, length, length)
     context = attend(q, k, v, None, None, geometry=V3, segments=ones(length), dropout=rate,
                      seed=seed, mode="fused")
-    bits = dropout_bits(seed, 1, 2, length, length, torch.device("cpu"))
-    kept = keep_pairs(*bits, drop_threshold(rate))
+    kept = keep_pairs(seed, 1, 2, length, length, rate, torch.device("cpu"))
     return [(context.transpose(1, 2).ne(0) ^ kept).sum().item()]
 
 

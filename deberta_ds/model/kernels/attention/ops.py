@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deberta_ds.model.attention.dropout import bits_stream, drop_threshold
+from deberta_ds.model.attention.dropout import DIGITS, WORD_KEYS, bits_stream, drop_threshold
 from deberta_ds.model.attention.geometry import Band, make_band, padded
 from deberta_ds.model.kernels.attention import backward, blocks, forward, position_bias
 from deberta_ds.model.kernels.kernel_check import on_device_of
@@ -25,7 +25,7 @@ from deberta_ds.model.kernels.kernel_check import on_device_of
 TILES = Path(__file__).with_name("tiles.json")  # to refresh it: docs/explanation/attention.md
 _LONG_ROW = 1024
 _CHUNK_ROWS = 512  # of a table's gradient that a program takes at once
-_BITS_BLOCK, _ROW_DOT_ROWS = 256, 64  # of a program
+_DROPPED, _ROW_DOT_ROWS = (64, 16), 64  # queries and words; rows of a program
 _PROGRAMS = 1024  # wanted for a table's gradient: enough to fill any card
 
 
@@ -35,7 +35,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
                     reach: int, scale: float, dropout: float, gathered: bool, keep: bool
                    ) -> list[Tensor]:
     """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and for backward the
-    dropout bits of queries and keys, both bias matrices and both edge terms (see `_empty_results`).
+    both bias matrices and both edge terms (see `_empty_results`).
 
     c2p_table, p2c_table: expanded tables [C,H,D], contiguous. reach: distance from which the
     relative table is constant. gathered: queries are at the columns in query_facts, otherwise
@@ -44,19 +44,16 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
     """
     batch, heads, queries, _ = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
-    results = _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep)
-    out, lse, *bits = results[:4]
-    if dropout > 0:
-        programs = (triton.cdiv(max(queries, keys), _BITS_BLOCK), batch * heads)
-        blocks.bits_kernel[programs](*bits, bits_stream(seed), queries, keys, BLOCK=_BITS_BLOCK)
+    results = _empty_results(q)
     terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
     tile = _tile(q, k, "forward", gathered, band)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
-        q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), out, lse,
-        *query_facts, key_facts[0], *bits, *_numbers(q, k, v, band, scale, dropout),
+        q, k, v, *(x.bias for x in terms), *(x.edges for x in terms),
+        *results[:2], *query_facts, key_facts[0],
+        _dropped(q, keys, query_facts, seed, dropout), *_numbers(q, k, v, band, scale, dropout),
         **_constants(q, c2p_table, p2c_table, dropout, band, gathered, tile))
     if keep:
-        results[4:] = [terms[0].bias, terms[1].bias, terms[0].edges, terms[1].edges]
+        results[2:] = [terms[0].bias, terms[1].bias, terms[0].edges, terms[1].edges]
     return results
 
 
@@ -64,41 +61,38 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
 def _(q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed, reach, _scale, dropout,
       _gathered, keep):
     band = make_band(reach, k.shape[2])
-    results = _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep)
+    results = _empty_results(q)
     if keep:
         made = [_empty_term(x, table, k.shape[2], band)
                 for x, table in ((q, c2p_table), (k, p2c_table))]
-        results[4:] = [made[0].bias, made[1].bias, made[0].edges, made[1].edges]
+        results[2:] = [made[0].bias, made[1].bias, made[0].edges, made[1].edges]
     return results
 
 
-def _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep) -> list[Tensor]:
+def _empty_results(q: Tensor) -> list[Tensor]:
     """Return what `fused_attention` returns, not yet filled; without position_bias."""
     batch, heads, queries, size = q.shape
-    sides = (queries, k.shape[2]) if dropout > 0 else (0, 0)
-    bits = [q.new_empty(batch, heads, rows, dtype=torch.int32) for rows in sides]
     single = dict(dtype=torch.float32)
     return [q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
-            *bits, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
-            q.new_empty(0, **single)]
+            q.new_empty(0), q.new_empty(0), q.new_empty(0, **single), q.new_empty(0, **single)]
 
 
 @torch.library.custom_op("deberta_ds::fused_attention_backward", mutates_args=())
 def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor, v: Tensor,
                              c2p_table: Tensor | None, p2c_table: Tensor | None,
-                             query_facts: Tensor, key_facts: Tensor, reach: int, scale: float,
-                             dropout: float, gathered: bool, keep: bool
+                             query_facts: Tensor, key_facts: Tensor, seed: int, reach: int,
+                             scale: float, dropout: float, gathered: bool, keep: bool
                             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, k, v (laid out [B,L,H,D], as views [B,H,L,D]) and of both tables."""
     grad = grad.contiguous()
     batch, heads, queries, size = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
     whole = not gathered  # five matmuls per tile, see `backward`
-    out, lse, *bits = results[:4]
+    out, lse, *kept = results
     row_dot = torch.empty_like(lse)
     dq, dk, dv = _row_gradients(q, k, v)
     if keep:
-        terms = [_Term(*results[4::2]), _Term(*results[5::2])]
+        terms = [_Term(*kept[::2]), _Term(*kept[1::2])]
     else:
         terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
     d_c2p = _empty_gradient(q, c2p_table is not None or whole, keys, band)
@@ -107,7 +101,8 @@ def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: 
     if gathered and p2c_table is not None:
         written = q.new_empty(batch, heads, keys, queries)
     shared = (q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), grad, lse, row_dot)
-    facts = (key_facts[0], *bits, *_numbers(q, k, v, band, scale, dropout))
+    dropped = _dropped(q, keys, query_facts, seed, dropout)
+    facts = (key_facts[0], dropped, *_numbers(q, k, v, band, scale, dropout))
     settings = (q, c2p_table, p2c_table, dropout, band, gathered)
     if whole and not band.far:
         backward.row_dot_kernel[(triton.cdiv(queries, _ROW_DOT_ROWS), batch * heads)](
@@ -139,6 +134,18 @@ def _(grad, results, q, k, v, c2p_table, p2c_table, *_rest):
     return *rows, *(q.new_empty(0) if t is None else torch.empty_like(t) for t in tables)
 
 
+def _dropped(q: Tensor, keys: int, query_facts: Tensor, seed: int, dropout: float) -> Tensor:
+    """Return the words of dropped pairs, see `dropout.dropped_words`; without dropout nothing."""
+    if not dropout:
+        return q.new_empty(0, dtype=torch.int32)
+    batch, heads, queries, _ = q.shape
+    words = q.new_empty(batch, heads, padded(keys) // WORD_KEYS, padded(queries), dtype=torch.int32)
+    blocks.dropped_kernel[(triton.cdiv(queries, _DROPPED[0]), batch * heads)](
+        words, *query_facts[2:], bits_stream(seed), drop_threshold(dropout), queries, keys, heads,
+        DIGITS=DIGITS, BR=_DROPPED[0], BW=_DROPPED[1])
+    return words
+
+
 def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return new tensors [B,rows,H,D] for the gradients of q, k and v."""
     return [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
@@ -147,7 +154,7 @@ def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*output, *inputs[:7])
-    ctx.numbers = inputs[8:]
+    ctx.numbers = inputs[7:]
     ctx.set_materialize_grads(False)  # nothing but the context is read: no zeros for the rest
     ctx.mark_non_differentiable(*output[1:])
 
@@ -321,7 +328,7 @@ def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
     """Return the scalar arguments that the flash kernels share, in order."""
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     sizes = (q.shape[2], k.shape[2], q.shape[1], band.span)
-    return *strides, *sizes, scale, 1 / (1 - dropout), drop_threshold(dropout)
+    return *strides, *sizes, scale, 1 / (1 - dropout)
 
 
 def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: Tile) -> dict:
