@@ -47,7 +47,7 @@ def check(lines: list[dict]) -> None:
 def test_interpreter_equals_the_reference():
     lines = run_worker("fused_interpreter.py", timeout=300)
     check(lines)
-    assert len(lines) == 24
+    assert len(lines) == 25
     assert [line["repeats"] for line in lines if "repeats" in line] == [True] * 3
 
 

@@ -33,6 +33,8 @@ HOLES[0, 30] = 0
 # A hole as long as a block of keys, and a piece that goes on behind another one.
 TORN = torch.tensor([[1] * 60 + [2] * 50 + [1] * 10 + [0] * 138 + [1] * 4])
 
+HOLED = torch.tensor([[1] * 200 + [0] * 3 + [1] * 70])
+
 NEGATIVE = torch.where(PIECES == 2, -1, PIECES)  # a piece may have any number but 0
 
 BANDS = torch.tensor([[1] * 30 + [2] * 265])
@@ -59,6 +61,7 @@ SHORT = {
     "packed": (Case(SMALL_BUCKETS, PIECES, heads=1, dropout=0.1), "float32"),
     "v1 with a hole": (Case(V1, HOLES, heads=1, dropout=0.1), "float32"),
     "torn": (Case(SMALL_BUCKETS, TORN, heads=1), "float32"),
+    "whole tiles and a hole": (Case(SMALL_BUCKETS, HOLED, heads=1, dropout=0.1), "float32"),
     "gathered": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1, dropout=0.1), "float32"),
     "key term": (Case(SMALL_BUCKETS, ones(33, rows=2), heads=2, terms="key"), "float32"),
     "query term": (Case(SMALL_BUCKETS, ones(33), heads=1, terms="query"), "float16"),
@@ -119,7 +122,7 @@ def check_operator() -> None:
     columns = torch.arange(9, dtype=torch.int32)[None]
     one, nine = torch.ones_like(columns), torch.full_like(columns, 9)
     zero = one - 1
-    facts = torch.stack([one, columns, zero, nine]), torch.stack([one, zero, nine, zero, nine])
+    facts = torch.stack([one, columns, zero, nine]), torch.stack([one, *(zero, nine) * 3])
     leaves = [x.requires_grad_() for x in (*qkv, *tables)]
     for keep in (False, True):
         torch.library.opcheck(

@@ -99,7 +99,7 @@ recent_facts: deque = deque(maxlen=4)
 
 
 def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return query_facts [4,B,Q] and key_facts [5,B,L] (see `ops`), without reading the device."""
+    """Return query_facts [4,B,Q] and key_facts [7,B,L] (see `ops`), without reading the device."""
     batch, length = segments_BL.shape
     segments = segments_BL.long()
     columns = torch.arange(length, device=segments.device).expand(batch, length)
@@ -114,7 +114,9 @@ def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tens
     if query_positions_BQ is not None:
         gathered = query_positions_BQ.long()
         rows = [x.gather(1, gathered) for x in rows]
-    keys = (segments, starts, stops, *_covers(columns, stops))
+    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    runs = (x * real for x in _ranges(columns, begins))
+    keys = (segments, starts, stops, *_covers(columns, stops), *runs)
     return _aligned(torch.stack(rows).int()), _aligned(torch.stack(keys).int())
 
 
@@ -133,11 +135,15 @@ def _covers(columns: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
     For packed documents that is the column's own segment. A segment may have holes; segments that
     overlap count as one.
     """
-    length = columns.shape[1]
     reach = stops.cummax(1).values
-    begins = columns >= torch.cat([torch.zeros_like(reach[:, :1]), reach[:, :-1]], 1)
-    start = torch.where(begins, columns, 0).cummax(1).values
-    follower = torch.cat([begins[:, 1:], torch.ones_like(begins[:, :1])], 1)
-    stop = torch.where(follower, columns + 1, length).flip(1).cummin(1).values.flip(1)
+    start, stop = _ranges(columns, columns >= F.pad(reach[:, :-1], (1, 0)))
     covered = reach > columns
     return start * covered, stop * covered
+
+
+def _ranges(columns: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for each column, the first and the last + 1 column of its range."""
+    start = torch.where(begins, columns, 0).cummax(1).values
+    ends = F.pad(begins[:, 1:], (0, 1), value=True)
+    stop = torch.where(ends, columns + 1, columns.shape[1]).flip(1).cummin(1).values.flip(1)
+    return start, stop

@@ -33,6 +33,20 @@ def column_range(STARTS, STOPS, base, rows, count, limit):
 
 
 @triton.jit
+def run_of(RUN_START, RUN_STOP, b, first, COUNT: tl.constexpr, NK, GATHERED: tl.constexpr):
+    """Return the columns that all of COUNT columns from `first` on attend to without a mask.
+
+    That is the run of one segment around them; 0, 0 if they are no part of one run.
+    """
+    start, stop = 0, 0
+    if not GATHERED:
+        start = tl.load(RUN_START + b * NK + first)
+        stop = tl.load(RUN_STOP + b * NK + first)
+        stop = tl.where(first + COUNT <= stop, stop, 0)
+    return start, stop
+
+
+@triton.jit
 def loop_ranges(first, last, base, end, BLOCK: tl.constexpr, FAR: tl.constexpr):
     """Return how the blocks of [first, last) split at the band [base, end).
 

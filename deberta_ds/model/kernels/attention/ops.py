@@ -19,8 +19,8 @@ from deberta_ds.model.kernels.attention import backward, blocks, forward, positi
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
-# key_facts int32 [5,B,L]: segment, first and last + 1 query column of the segment; and the
-# same of all segments that enclose the column.
+# key_facts int32 [7,B,L]: segment, first and last + 1 query column of the segment; the same of all
+# segments that enclose the column, and of neighbors of one segment.
 
 TILES = Path(__file__).with_name("tiles.json")  # to refresh it: docs/explanation/attention.md
 _LONG_ROW = 1024
@@ -49,7 +49,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
     tile = _tile(q, k, "forward", gathered, band)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
         q, k, v, *(x.bias for x in terms), *(x.edges for x in terms),
-        *results[:2], *query_facts, key_facts[0],
+        *results[:2], *query_facts, key_facts[0], *key_facts[5:],
         _dropped(q, keys, query_facts, seed, dropout), *_numbers(q, k, v, band, scale, dropout),
         **_constants(q, c2p_table, p2c_table, dropout, band, gathered, tile))
     if keep:
@@ -102,7 +102,7 @@ def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: 
         written = q.new_empty(batch, heads, keys, queries)
     shared = (q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), grad, lse, row_dot)
     dropped = _dropped(q, keys, query_facts, seed, dropout)
-    facts = (key_facts[0], dropped, *_numbers(q, k, v, band, scale, dropout))
+    facts = (dropped, *_numbers(q, k, v, band, scale, dropout))
     settings = (q, c2p_table, p2c_table, dropout, band, gathered)
     if whole and not band.far:
         backward.row_dot_kernel[(triton.cdiv(queries, _ROW_DOT_ROWS), batch * heads)](
@@ -110,12 +110,12 @@ def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: 
     else:  # first: it also fills row_dot
         tile = _tile(q, k, "query", gathered, band)
         backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
-            *shared, out, dq, d_c2p.bias, d_c2p.edges, *query_facts, *facts,
+            *shared, out, dq, d_c2p.bias, d_c2p.edges, *query_facts, key_facts[0], *facts,
             **_constants(*settings, tile))
     tile = _tile(q, k, "key", gathered, band)
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
         *shared, dk, dv, d_c2p.bias, written, d_p2c.edges, *query_facts[:2],
-        *key_facts[3:5] if whole else key_facts[1:3], *facts,
+        *key_facts[3:5] if whole else key_facts[1:3], key_facts[0], *key_facts[5:], *facts,
         WHOLE=whole, **_constants(*settings, tile))
     d_tables = [q.new_empty(0), q.new_empty(0)]
     if c2p_table is not None or whole:
