@@ -25,7 +25,8 @@ def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
                keep_terms: bool = False) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`.
 
-    keep_terms: keep the position terms for backward instead of computing them again.
+    keep_terms: keep the sum of the position terms, and which pairs dropout drops, for backward
+      instead of computing them again; not of gathered queries.
     """
     keys, dtype, device = k_BHLD.shape[2], q_BHQD.dtype, q_BHQD.device
     radius = make_band(geometry.reach, keys).radius(keys)
@@ -40,7 +41,7 @@ def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
         gathered = query_positions_BQ is not None
         results = ops.fused_attention(
             *qkv, c2p_table, p2c_table, *facts, seed or 0, geometry.reach, scale,
-            float(dropout), gathered, keep_terms)
+            float(dropout), gathered, keep_terms and not gathered)
     return results[0][..., :size]
 
 

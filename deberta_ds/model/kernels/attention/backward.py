@@ -22,7 +22,6 @@ from deberta_ds.model.kernels.attention.blocks import (
     loop_ranges,
     near_bias,
     query_block,
-    run_of,
     skewed_gradient_of,
     words_of,
 )
@@ -142,7 +141,7 @@ def row_dot_kernel(GRAD, OUT, ROW_DOT, NQ, H, D: tl.constexpr, BM: tl.constexpr)
 
 @triton.jit
 def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, DROPPED, q_n, g_n, i, j, j0, rows, NQ,
-              segment_j, whole, bias, scale, keep_scale, acc_k, acc_v, HAS_BIAS: tl.constexpr,
+              segment_j, bias, scale, keep_scale, acc_k, acc_v, HAS_BIAS: tl.constexpr,
               DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """Return dK and dV / keep_scale with one block of queries added; score gradients [j, i]."""
     d = tl.arange(0, D)
@@ -155,9 +154,8 @@ def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, DROPPED, q_n, g_n, i, j, j
     if HAS_BIAS:
         scores += bias
     segment_i = tl.load(Q_SEGMENT + i, mask=in_rows, other=0)
-    if not whole:
-        allowed = (segment_j[:, None] == segment_i[None, :]) & (segment_j != 0)[:, None]
-        scores = tl.where(allowed, scores, float("-inf"))
+    allowed = (segment_j[:, None] == segment_i[None, :]) & (segment_j != 0)[:, None]
+    scores = tl.where(allowed, scores, float("-inf"))
     probs = tl.exp2(scores * LOG2_E - lse[None, :])
     d_probs = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
     kept_probs = probs
@@ -174,17 +172,17 @@ def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, DROPPED, q_n, g_n, i, j, j
 @triton.jit(do_not_specialize=VARIES)
 def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV,
                D_C2P_BIAS, D_P2C_BIAS, D_P2C_EDGES, Q_SEGMENT, Q_POSITION, K_START, K_STOP,
-               K_SEGMENT, RUN_START, RUN_STOP, DROPPED, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h,
-               v_n, NQ, NK, H, SPAN, scale, keep_scale, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
-               DROPOUT: tl.constexpr, FAR: tl.constexpr, GATHERED: tl.constexpr,
-               WHOLE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-               PRECISION: tl.constexpr):
+               K_SEGMENT, DROPPED, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H, SPAN,
+               scale, keep_scale, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
+               SUMMED: tl.constexpr, DROPOUT: tl.constexpr, FAR: tl.constexpr,
+               GATHERED: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+               BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of keys: content part of DK, DV [B,NK,H,D], D_P2C_BIAS, D_P2C_EDGES [2,B,H,NK].
 
     For GATHERED queries D_P2C_BIAS is the score gradient [B,H,NK,NQ] instead, because queries may
     share a column, which would then have two writers; `position_bias.spread_kernel` sums them. With
     WHOLE, D_C2P_BIAS gets the gradients of all scores, and [K_START, K_STOP) are the queries of all
-    documents whose first and last token enclose the key.
+    documents whose first and last token enclose the key. SUMMED: see `forward_kernel`.
     """
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -215,7 +213,6 @@ def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW
         first, last = column_range(K_START, K_STOP, b * NK, j, NK, NQ)
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
         first, last, base, end, BM, FAR and not GATHERED)
-    run_start, run_stop = run_of(RUN_START, RUN_STOP, b, j0, BN, NK, GATHERED)
     low = tl.zeros([BN], tl.float32)
     high = tl.zeros([BN], tl.float32)
     acc_k = tl.zeros([BN, D], tl.float32)
@@ -230,11 +227,11 @@ def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW
             base_i, end_i = band_edges(position_i, SPAN, NK)
         bias = near_bias(
             C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base, end, width,
-            HAS_C2P, HAS_P2C, GATHERED, True)
+            HAS_C2P, HAS_P2C and not SUMMED, GATHERED, True)
         acc_k, acc_v, d_scores = _key_step(
             k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, DROPPED, q_n, H * D, i, j, j0, rows, NQ,
-            segment_j, (i0 >= run_start) & (i0 + BM <= run_stop), bias, scale, keep_scale, acc_k,
-            acc_v, HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION)
+            segment_j, bias, scale, keep_scale, acc_k, acc_v, HAS_C2P or HAS_P2C, DROPOUT, D,
+            PRECISION)
         if HAS_P2C:
             gradient = d_scores.to(D_P2C_BIAS.dtype.element_ty)
             if GATHERED:
@@ -260,8 +257,7 @@ def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW
                 HAS_P2C, HAS_C2P)
             acc_k, acc_v, d_scores = _key_step(
                 k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, DROPPED, q_n, H * D, i, j, j0, rows, NQ,
-                segment_j, (i0 >= run_start) & (i0 + BM <= run_stop), bias, scale, keep_scale,
-                acc_k, acc_v, True, DROPOUT, D, PRECISION)
+                segment_j, bias, scale, keep_scale, acc_k, acc_v, True, DROPOUT, D, PRECISION)
             sums = tl.sum(d_scores, 1)
             low += tl.where(is_low, sums, 0.0)
             high += tl.where(is_low, 0.0, sums)

@@ -63,10 +63,13 @@ def _step(q, K, V, K_SEGMENT, DROPPED, k_n, v_n, i, j, j0, rows, NK, segment_i, 
 def forward_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SEGMENT,
                    Q_POSITION, Q_START, Q_STOP, K_SEGMENT, RUN_START, RUN_STOP, DROPPED, q_b, q_h,
                    q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H, SPAN, scale, keep_scale,
-                   HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
-                   FAR: tl.constexpr, GATHERED: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-                   BN: tl.constexpr, PRECISION: tl.constexpr):
-    """One block of queries: OUT [B,NQ,H,D] and the base-2 logsumexp LSE [B,H,NQ]."""
+                   HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, SUMMED: tl.constexpr,
+                   DROPOUT: tl.constexpr, FAR: tl.constexpr, GATHERED: tl.constexpr,
+                   D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """One block of queries: OUT [B,NQ,H,D] and the base-2 logsumexp LSE [B,H,NQ].
+
+    SUMMED: C2P_BIAS becomes the sum of both bias matrices.
+    """
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
     i0 = tl.program_id(0) * BM
@@ -92,6 +95,8 @@ def forward_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE, 
         bias = near_bias(
             C2P_BIAS, P2C_BIAS, i, position_i, base, end, j, base_j, end_j, width,
             HAS_C2P, HAS_P2C, GATHERED, False)
+        if SUMMED:  # the sum takes the place of its first term, which nobody reads again
+            tl.store(C2P_BIAS + (i[:, None] * width + (j - base)[None, :]), bias)
         m_i, l_i, acc = _step(
             q, K, V, K_SEGMENT, DROPPED, k_n, v_n, i, j, j0, rows, NK, segment_i,
             (j0 >= run_start) & (j0 + BN <= run_stop), bias, scale, m_i, l_i, acc,
