@@ -48,19 +48,21 @@ ATTENTION_DROPOUT = 0.1
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
         "_unsafe_view", "lift_fresh", "resize_"}
 # (instructions of the loop, warps, pairs of a tile) of the sm_90 tiles at head size 64, compiled by
-# Triton 3.6; tests/workers/fused_compile.py shows how to get the machine code. "key" is of rows
-# within the band; "far" are pairs beyond it.
+# Triton 3.7.1; tests/workers/fused_compile.py shows how to get the machine code. "key" is of rows
+# within the band; "far" are pairs beyond it. Forward tiles take no mask.
 LOOPS = {
-    "forward": (1125, 8, 128 * 64),
-    "key": (1061, 8, 32 * 128),
-    "key of long rows": (568, 8, 16 * 128),
-    "far query": (1068, 8, 128 * 64),
-    "far key": (453, 8, 16 * 128),
-    "gathered query": (749, 8, 128 * 32),
-    "bias": (479, 4, 64 * 64),
-    "content": (351, 4, 64 * 64),
-    "rows": (295, 4, 64 * 64),
-    "table": (445, 4, 64 * 64),
+    "forward": (712, 8, 128 * 64),
+    "far forward": (558, 8, 128 * 64),
+    "key": (753, 8, 32 * 128),
+    "key of long rows": (426, 8, 16 * 128),
+    "far query": (746, 8, 128 * 64),
+    "far key": (334, 8, 16 * 128),
+    "gathered query": (621, 8, 128 * 32),
+    "bias": (490, 4, 64 * 64),
+    "content": (348, 4, 64 * 64),
+    "rows": (288, 4, 64 * 64),
+    "table": (422, 4, 64 * 64),
+    "dropped pairs": (1344, 4, 64 * 512),
 }
 # Instructions an element of kernels between products, by Triton 3.6 (tests/workers/
 # kernel_compile.py): the loop's, or the whole kernel's where there is none, by a thread's elements.
@@ -241,8 +243,8 @@ def _mark(module, part: str, count: Count) -> None:
 def attention_kernels(name: str, args, card: Card) -> dict[str, float]:
     """Return the time of each kernel of one fused operator, by instructions issued."""
     forward = name == "fused_attention"
-    q, k = (args[0], args[1]) if forward else (args[2], args[3])
-    reach, gathered, keep = (args[8], *args[11:13]) if forward else (args[9], *args[12:14])
+    q, k, *numbers = args if forward else args[2:]
+    reach, gathered, keep = numbers[6], *numbers[9:11]
     batch, heads, queries, size = q.shape
     keys = k.shape[2]
     band = make_band(reach, keys)
@@ -261,9 +263,10 @@ def attention_kernels(name: str, args, card: Card) -> dict[str, float]:
     if forward or not keep:
         found["bias_kernel"] = seconds("bias", products(queries), 1) + seconds(
             "bias", products(keys), 1)
+        found["dropped_kernel"] = seconds("dropped pairs", pairs)
     if forward:
-        return found | {"forward_kernel": seconds("forward", pairs, 2),
-                        "bits_kernel": LEAST_SECONDS}
+        return found | {"forward_kernel": seconds("forward", near, 3 if keep else 2)
+                        + (seconds("far forward", pairs - near) if band.far else 0)}
     table = min(2 * radius, keys + queries + GROUP_COLUMNS)
     found["table_gradient_kernel"] = 2 * seconds(
         "table", batch * heads * table * min(queries, keys) * 0.6, 1)
@@ -272,7 +275,7 @@ def attention_kernels(name: str, args, card: Card) -> dict[str, float]:
         return found | {"row_gradient_kernel": rows, "key_kernel": seconds("key", pairs, 3),
                         "query_kernel": seconds("gathered query", pairs, 3)}
     found["row_gradient_kernel"] = rows + seconds("content", near)
-    found["key_kernel"] = seconds("key of long rows" if band.far else "key", near, 4)
+    found["key_kernel"] = seconds("key of long rows" if band.far else "key", near, 4 - keep)
     if band.far:
         found["key_kernel"] += seconds("far key", pairs - near)
         return found | {"query_kernel": seconds("far query", pairs - near)}

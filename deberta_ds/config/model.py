@@ -63,7 +63,7 @@ class ModelConfig:
         "implementation of attention; all give the same result (docs/explanation/attention.md)",
         "auto")
     keep_position_terms: bool = option("fused attention keeps its position terms for the backward "
-                                       "pass: about 5 % faster, for 4 bytes x heads x min(seq_len, "
+                                       "pass: about 5 % faster, for 2 bytes x heads x min(seq_len, "
                                        "1152) per token and layer", False)
     cross_entropy: Literal["auto", "chunked", "fused"] = option(
         "implementation of the masked LM loss; fused: Triton kernels, on a GPU", "auto")

@@ -119,7 +119,7 @@ def queries_of(sentences: list[list[int]], tokenizer: Tokenizer,
     for number, sentence in enumerate(sentences):
         ids = np.array(sentence)
         if word_ids is None:
-            starts, lengths = word_spans(ids, word_start, special[ids])
+            starts, lengths = word_spans(word_start[ids], special[ids])
         else:
             edges = np.flatnonzero(np.diff(word_ids[number], prepend=-1, append=-1)) + 1
             starts, lengths = edges[:-1], np.diff(edges)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.model import encoder, linear_cross_entropy
+from deberta_ds.model.attention.dropout import WORD_KEYS
 from deberta_ds.model.attention.geometry import make_band, padded
 from deberta_ds.objectives.build import build_model
 
@@ -138,19 +139,22 @@ class _LiveBytes(TorchDispatchMode):
 class _FusedAttention(torch.autograd.Function):
     """What the fused kernels keep between forward and backward, without the arithmetic.
 
-    Also their temporary memory: both bias matrices, in backward also the gradients of these, and
-    the score gradients of gathered queries.
+    Also their temporary memory: both bias matrices and the words of dropped pairs, in backward also
+    the gradients of these matrices, and the score gradients of gathered queries.
     """
 
     @staticmethod
-    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, band, keep, gathered):
+    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, band, keep, gathered,
+                dropout):
         context_BQHD = torch.empty_like(q_BHQD.transpose(1, 2).contiguous())
         lse_BHQ = torch.empty(q_BHQD.shape[:3], dtype=torch.float32)
-        ctx.band, ctx.keep, ctx.gathered = band, keep, gathered
+        ctx.band, ctx.keep, ctx.gathered = band, keep and not gathered, gathered
+        ctx.dropout = dropout
         ctx.terms = (pos_key_HSD is not None, pos_query_HSD is not None)
         biases = _bias_matrices(q_BHQD, k_BHLD, ctx.terms, band.width(k_BHLD.shape[2]))
+        words = _dropped_words(q_BHQD, k_BHLD, dropout)
         ctx.save_for_backward(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, context_BQHD,
-                              lse_BHQ, *(biases if keep else ()))
+                              lse_BHQ, *([*biases[:1], *words] if ctx.keep else ()))
         return context_BQHD
 
     @staticmethod
@@ -161,11 +165,12 @@ class _FusedAttention(torch.autograd.Function):
         held = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
         if not ctx.keep:
             held += _bias_matrices(q_BHQD, k_BHLD, ctx.terms, ctx.band.width(keys))
+            held += _dropped_words(q_BHQD, k_BHLD, ctx.dropout)
         wanted = (ctx.terms[0] or not ctx.gathered, ctx.terms[1])
         held += _bias_matrices(q_BHQD, k_BHLD, wanted, 2 * ctx.band.radius(keys))
         if ctx.gathered and ctx.terms[1]:
             held.append(k_BHLD.new_empty(*k_BHLD.shape[:3], queries))
-        return *held[:5], None, None, None
+        return *held[:5], None, None, None, None
 
 
 def _bias_matrices(q_BHQD: Tensor, k_BHLD: Tensor, terms: tuple[bool, bool], columns: int
@@ -175,6 +180,13 @@ def _bias_matrices(q_BHQD: Tensor, k_BHLD: Tensor, terms: tuple[bool, bool], col
             for x, wanted in zip((q_BHQD, k_BHLD), terms, strict=True) if wanted]
 
 
-def _fused_attend(*tensors, geometry, keep_terms, query_positions_BQ=None, **_options):
+def _dropped_words(q_BHQD: Tensor, k_BHLD: Tensor, dropout: float) -> list[Tensor]:
+    queries, keys = padded(q_BHQD.shape[2]), padded(k_BHLD.shape[2])
+    shape = (*q_BHQD.shape[:2], keys // WORD_KEYS, queries)
+    return [q_BHQD.new_empty(shape, dtype=torch.int32)] if dropout else []
+
+
+def _fused_attend(*tensors, geometry, keep_terms, dropout=0.0, query_positions_BQ=None, **_options):
     band = make_band(geometry.reach, tensors[1].shape[2])
-    return _FusedAttention.apply(*tensors, band, keep_terms, query_positions_BQ is not None)
+    return _FusedAttention.apply(*tensors, band, keep_terms, query_positions_BQ is not None,
+                                 dropout)

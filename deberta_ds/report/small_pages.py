@@ -229,7 +229,7 @@ def write_attention(model_path: str, text: str, layers: list[int] | None, heads:
     """Write the page of `text` (and a picture next to it); return what was written."""
     picture = out.parent / f"{out.stem}.png"  # "." has no suffix to replace
     if png and picture == out:
-        raise UserError(f"{out}: --out names the page; the picture gets its name with .png")
+        raise UserError(f"{out}: --out names the report; the picture gets its name with .png")
     model = load_backbone(model_path, tokenizer, for_text=True)
     config = model.model_config
     if layers is None:
@@ -239,7 +239,7 @@ def write_attention(model_path: str, text: str, layers: list[int] | None, heads:
     pieces, found = attention_parts(model, text, layers, heads)
     pairs = len(found) * len(pieces) ** 2
     if pairs > MAX_PAIRS:
-        raise UserError(f"{format_count(pairs)} pairs of tokens are too many for a page (at most "
+        raise UserError(f"{format_count(pairs)} pairs of tokens are too many for a report (at most "
                         f"{format_count(MAX_PAIRS)}); choose fewer --layers or --heads")
     by_layer: dict[int, list[tuple[str, list[Map], str]]] = {}
     for one in found:

@@ -47,7 +47,7 @@ def check(lines: list[dict]) -> None:
 def test_interpreter_equals_the_reference():
     lines = run_worker("fused_interpreter.py", timeout=300)
     check(lines)
-    assert len(lines) == 24
+    assert len(lines) == 25
     assert [line["repeats"] for line in lines if "repeats" in line] == [True] * 3
 
 
@@ -56,11 +56,14 @@ def test_interpreter_on_random_packings():
 
 
 def test_large_scores_in_fp16_do_not_overflow_into_nan():
-    """Finite as long as the scores are, and nowhere worse than Hugging Face's fp16."""
+    """Finite as long as the scores are, and nowhere worse than Hugging Face's fp16.
+
+    Each term of the bias is rounded, and their sum once more.
+    """
     *lines, largest = run_worker("large_scores.py", timeout=120)
     for line in lines:
         print(line)
-        assert all(a < 0.7 * b for a, b in zip(line["ours"], line["theirs"], strict=True))
+        assert all(a < 0.85 * b for a, b in zip(line["ours"], line["theirs"], strict=True))
     context, *gradients = largest["ours"]  # its softmax is one-hot: the gradients vanish
     assert context < 1e-2 and all(error < 10 for error in gradients)  # NaN is in no range
 

@@ -15,7 +15,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import (
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 from deberta_ds.model.attention import Geometry, attend, attend_cls
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
+from deberta_ds.model.attention.dropout import DIGIT_STEP, keep_pairs, random_bits
 
 HEADS, SIZE = 2, 8
 HIDDEN = HEADS * SIZE
@@ -207,10 +207,29 @@ def test_dropout_is_a_function_of_the_seed():
         run(None)
 
 
+@pytest.mark.parametrize("dropout, numbers", [
+    (0.1, 6554), (0.5, 1 << 15), (1e-9, 1), (1 - 1e-9, 65535)])
+def test_a_pair_is_dropped_if_its_number_is_below_the_threshold(dropout, numbers):
+    """Its number: bit j % 32 of 16 words, each "lowbias32" of the bits of query and block."""
+    cpu = torch.device("cpu")
+    rows, columns = random_bits(3, 1, 1, 5, 70, cpu)
+    kept = keep_pairs(3, 1, 1, 5, 70, dropout, cpu)
+    for i in range(5):
+        for j in range(70):
+            value = 0
+            for digit in range(16):
+                word = rows[0, 0, i].item() + columns[0, 0, j // 32].item()
+                word = (word + (digit + 1) * DIGIT_STEP) % (1 << 32)
+                word = (word ^ word >> 16) * 0x21F0AAAD % (1 << 32)
+                word = (word ^ word >> 15) * 0xD35A2D97 % (1 << 32)
+                value |= ((word ^ word >> 15) >> j % 32 & 1) << digit
+            assert kept[0, 0, i, j] == (value >= numbers)
+
+
 def test_dropout_mask_has_no_visible_structure():
     probability, batch, heads, length = 0.1, 2, 4, 512
-    bits = dropout_bits(11, batch, heads, length, length, torch.device("cpu"))
-    dropped = ~keep_pairs(*bits, drop_threshold(probability))
+    shape = (batch, heads, length, length, probability, torch.device("cpu"))
+    dropped = ~keep_pairs(11, *shape)
     deviation = math.sqrt(probability * (1 - probability))
     centered = (dropped.double() - probability) / deviation
 
@@ -222,14 +241,14 @@ def test_dropout_mask_has_no_visible_structure():
     for axes in ((-1,), (-2,), (-1, -2)):
         means = centered.mean(axes) * math.sqrt(math.prod(centered.shape[a] for a in axes))
         assert abs(means.var() - 1) < 6 * math.sqrt(2 / means.numel())
-    # Neighbors, planes and the four corners of rectangles do not move together.
+    # Neighbors, words, planes and the four corners of rectangles do not move together.
+    assert sigmas(centered[..., 32:] * centered[..., :-32]) < 4
     assert sigmas(centered[..., 1:] * centered[..., :-1]) < 4
     assert sigmas(centered[..., 1:, :] * centered[..., :-1, :]) < 4
     assert sigmas(centered[:, 1:] * centered[:, :-1]) < 4
     corners = centered[..., ::2, ::2] * centered[..., 1::2, ::2]
     assert sigmas(corners * centered[..., ::2, 1::2] * centered[..., 1::2, 1::2]) < 4
-    other = dropout_bits(12, batch, heads, length, length, torch.device("cpu"))
-    other = ((~keep_pairs(*other, drop_threshold(probability))).double() - probability) / deviation
+    other = ((~keep_pairs(12, *shape)).double() - probability) / deviation
     assert sigmas(centered * other) < 4
 
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deberta_ds.model.attention.dropout import drop_threshold
 from deberta_ds.model.dropout import Dropout, DropoutMask, ResidualNorm, sample_dropout_mask
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -51,7 +50,6 @@ def test_a_rate_just_below_one_drops_nearly_all(dropout):
     keep = sample_dropout_mask(dropout)
     assert 2.0**31 < keep.scale <= 2.0**32
     assert not keep.apply(torch.ones(1000)).isnan().any()
-    assert drop_threshold(dropout) <= 2**31 - 1
 
 
 @pytest.mark.parametrize("kinds, within", [((SINGLE, SINGLE), 5e-7), ((HALF, SINGLE), 6e-3)])

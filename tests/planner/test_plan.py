@@ -364,4 +364,4 @@ def test_planes_of_attention_are_counted_while_it_works_and_where_they_are_kept(
     plane = 2 * rows * heads * length * length  # bytes; of two terms, and gradients twice as wide
     recomputed, kept = peak("--model.keep_position_terms=false"), peak()
     assert recomputed > 2 * plane + 4 * plane
-    assert kept > 2 * plane * layers + 4 * plane  # the discriminator, at its last
+    assert kept > plane * layers + 4 * plane  # the sums of the discriminator, at its last

@@ -60,7 +60,7 @@ def compile_kernel(name: str, architecture: int, size: int, length: int, gathere
         tile = ops.choose_product_tile(capability, size, name)
     constants = dict(HAS_C2P=True, HAS_P2C=True, DROPOUT=True, PRECISION="tf32")
     constants |= dict(GATHERED=gathered, FAR=far, D=size, CHUNK=512)
-    constants |= dict(WHOLE=not gathered, CONTENT=not gathered, TERM=True)
+    constants |= dict(WHOLE=not gathered, SUMMED=not gathered, CONTENT=not gathered, TERM=True)
     constants |= dict(BM=tile.block_m, BN=tile.block_n, BR=tile.block_m, BC=tile.block_n)
     signature, attributes, used = {}, {}, {}
     for place, parameter in enumerate(inspect.signature(KERNELS[name].fn).parameters):
@@ -84,7 +84,7 @@ def _kind(parameter: str, constants: dict) -> str:
     if parameter in FLOAT_POINTERS:
         return "*fp32"
     last = parameter.rpartition("_")[2]
-    if last in FACTS | {"SEGMENT", "BITS"}:
+    if last in FACTS | {"SEGMENT", "DROPPED"}:
         return "*i32"
     if not parameter.isupper() or parameter in ("NQ", "NK", "N", "B", "H", "SPAN"):
         return "i32"

@@ -18,7 +18,7 @@ from attention_cases import Case as ContiguousCase
 from interpret_bf16 import patch
 
 from deberta_ds.model.attention import attend
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
+from deberta_ds.model.attention.dropout import keep_pairs
 from deberta_ds.model.attention.geometry import make_band
 from deberta_ds.model.kernels.attention import ops
 
@@ -32,6 +32,8 @@ HOLES[0, 30] = 0
 
 # A hole as long as a block of keys, and a piece that goes on behind another one.
 TORN = torch.tensor([[1] * 60 + [2] * 50 + [1] * 10 + [0] * 138 + [1] * 4])
+
+HOLED = torch.tensor([[1] * 200 + [0] * 3 + [1] * 70])
 
 NEGATIVE = torch.where(PIECES == 2, -1, PIECES)  # a piece may have any number but 0
 
@@ -59,6 +61,7 @@ SHORT = {
     "packed": (Case(SMALL_BUCKETS, PIECES, heads=1, dropout=0.1), "float32"),
     "v1 with a hole": (Case(V1, HOLES, heads=1, dropout=0.1), "float32"),
     "torn": (Case(SMALL_BUCKETS, TORN, heads=1), "float32"),
+    "whole tiles and a hole": (Case(SMALL_BUCKETS, HOLED, heads=1, dropout=0.1), "float32"),
     "gathered": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1, dropout=0.1), "float32"),
     "key term": (Case(SMALL_BUCKETS, ones(33, rows=2), heads=2, terms="key"), "float32"),
     "query term": (Case(SMALL_BUCKETS, ones(33), heads=1, terms="query"), "float16"),
@@ -105,8 +108,7 @@ def read_mask_back() -> list[float]:
     v = torch.eye(length).expand(1, 2, length, length)
     context = attend(q, k, v, None, None, geometry=V3, segments=ones(length), dropout=rate,
                      seed=seed, mode="fused")
-    bits = dropout_bits(seed, 1, 2, length, length, torch.device("cpu"))
-    kept = keep_pairs(*bits, drop_threshold(rate))
+    kept = keep_pairs(seed, 1, 2, length, length, rate, torch.device("cpu"))
     return [(context.transpose(1, 2).ne(0) ^ kept).sum().item()]
 
 
@@ -120,7 +122,7 @@ def check_operator() -> None:
     columns = torch.arange(9, dtype=torch.int32)[None]
     one, nine = torch.ones_like(columns), torch.full_like(columns, 9)
     zero = one - 1
-    facts = torch.stack([one, columns, zero, nine]), torch.stack([one, zero, nine, zero, nine])
+    facts = torch.stack([one, columns, zero, nine]), torch.stack([one, *(zero, nine) * 3])
     leaves = [x.requires_grad_() for x in (*qkv, *tables)]
     for keep in (False, True):
         torch.library.opcheck(

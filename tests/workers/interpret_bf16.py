@@ -11,8 +11,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def patch() -> None:
-    """Replace the two functions that are wrong; idempotent is not needed, call it once."""
+    """Replace the functions that are wrong; idempotent is not needed, call it once."""
     create_dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+    create_sum = InterpreterBuilder.create_fadd
 
     def right_dot(self, a, b, d, *rest):
         return create_dot(self, _widened(a), _widened(b), d, *rest)
@@ -23,7 +24,13 @@ def patch() -> None:
             return TensorHandle(_rounded(src.data), tl.bfloat16)
         return cast(self, _widened(src), dst_type) if target != tl.bfloat16 else src
 
+    def right_sum(self, a, b):
+        total = create_sum(self, _widened(a), _widened(b))
+        is_bf16 = a.dtype.scalar == tl.bfloat16
+        return TensorHandle(_rounded(total.data), tl.bfloat16) if is_bf16 else total
+
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = right_dot, right_cast
+    InterpreterBuilder.create_fadd = right_sum
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:

@@ -20,7 +20,7 @@ WIDTH = 768
 SINGLE = {"LSE", "SAMPLE_LSE", "MAX_LOGIT", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
 SINGLE |= {"MEAN", "INVERSE", "PARTS", "ROW_DOT"}
 WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "ARGMAX": "*i32", "TILE": "*i32"}
-WHOLE |= {"Q_BITS": "*i32", "K_BITS": "*i32", "start": "i64"}
+WHOLE |= {"WORDS": "*i32", "START": "*i32", "STOP": "*i32", "start": "i64"}
 NUMBERS = {"inverse_temperature": "fp32", "keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
 _NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
@@ -36,7 +36,7 @@ KERNELS = {
     "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
     "gelu gradient": (norm._gelu_gradient_kernel, _GELU, 4, 3, False),
-    "dropout bits": (blocks.bits_kernel, dict(BLOCK=ops._BITS_BLOCK), 4, 3, False),
+    "dropped pairs": (blocks.dropped_kernel, dict(DIGITS=16, BR=64, BW=16), 4, 3, False),
     "row_dot": (backward.row_dot_kernel, dict(D=64, BM=ops._ROW_DOT_ROWS), 4, 3, False),
 }
 

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
+from deberta_ds.model.attention.dropout import keep_pairs
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.skew import ALIGNED, skewed_view
@@ -41,9 +41,8 @@ def dense_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD:
         probs_HBQL = scores_HBQL.masked_fill_(masked_BQL, -math.inf).softmax(-1)
         if dropout > 0:
             assert seed is not None
-            bits = dropout_bits(seed, batch, heads, queries, keys, q_BHQD.device)
-            rows, columns = (x.transpose(0, 1) for x in bits)
-            probs_HBQL = probs_HBQL * keep_pairs(rows, columns, drop_threshold(dropout))
+            kept_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout, q_BHQD.device)
+            probs_HBQL = probs_HBQL * kept_BHQL.transpose(0, 1)
         context_GQD = torch.bmm(probs_HBQL.flatten(0, 1), v_GLD) * (1 / (1 - dropout))
         context_BQHD = context_GQD.view(heads, batch, queries, size).permute(1, 2, 0, 3)
         return context_BQHD.masked_fill(padding_BQ[:, :, None, None], 0.0)

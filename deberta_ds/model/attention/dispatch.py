@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
+from deberta_ds.model.attention.dropout import keep_pairs
 from deberta_ds.model.attention.geometry import Geometry, make_band, padded
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.kernels import kernel_table
@@ -87,7 +87,6 @@ def attend_cls(q_BH1D: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
         probs_BH1L = probs_BHL.masked_fill(masked_B1L, 0.0).unsqueeze(2)
         if dropout > 0:
             assert seed is not None
-            bits = dropout_bits(seed, batch, heads, 1, keys, k_BHLD.device)
-            kept_BH1L = keep_pairs(*bits, drop_threshold(dropout))
+            kept_BH1L = keep_pairs(seed, batch, heads, 1, keys, dropout, k_BHLD.device)
             probs_BH1L = probs_BH1L * kept_BH1L / (1 - dropout)
         return (probs_BH1L.to(v_BHLD.dtype) @ v_BHLD).transpose(1, 2)

@@ -1,71 +1,90 @@
 """Attention dropout as a pure function of (seed, sequence, head, query, key).
 
-Every path (reference, tiled, fused) and every recomputation under activation checkpointing must
-drop the same pairs, whatever order or tile size it works in. So the mask is counter based: each
-query and each key of a head has 32 random bits, and a pair is kept when a hash of the sum of both
-is at least a threshold. No generator, no state.
+Every path (reference, tiled, dense, fused) and every recomputation under activation checkpointing
+must drop the same pairs, whatever order or tile size it works in. So the mask is counter based: no
+generator, no state. It has one bit per pair, and a word for 32 neighboring keys: a query and a
+block of keys have 32 random bits each, and hashes of their sum are the binary digits, last one
+first, of 32 numbers that are compared with the threshold at once.
 
-Shape legend: B batch, H heads, Q queries, L keys.
+Shape legend: B batch, H heads, Q queries, L keys, W words of 32 keys; K digits.
 """
 
 import torch
+from torch import Tensor
 
-from deberta_ds.base.splitmix import GAMMA, MASK64, dropout_threshold, mix_tensor, signed
+from deberta_ds.base.splitmix import GAMMA, MASK64, mix_tensor, signed
 
-# Multipliers of the "lowbias32" finalizer, as signed numbers.
+WORD_KEYS = 32
+DIGITS = 16  # a rate is a multiple of 2^-16
+# Multipliers of the "lowbias32" finalizer and the step from digit to digit, as signed numbers.
 PAIR_MIX_1 = 0x21F0AAAD
 PAIR_MIX_2 = 0xD35A2D97 - (1 << 32)
+DIGIT_STEP = 0x9E3779B9 - (1 << 32)
 
 
 def drop_threshold(dropout: float) -> int:
-    """Return the signed 32-bit threshold: pairs with a hash below it are dropped."""
-    return dropout_threshold(dropout) - (1 << 31)
+    """Return how many of the 2^16 numbers are dropped: some, and not all."""
+    return min(max(round(dropout * (1 << DIGITS)), 1), (1 << DIGITS) - 1)
 
 
-def dropout_bits(seed: int, batch: int, heads: int, queries: int, keys: int, device: torch.device
-                ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int32 random bits of the queries [B,H,Q] and of the keys [B,H,L]."""
-    heads_of_batch = torch.arange(batch * heads, device=device).view(batch, heads, 1)
-    rows = torch.arange(queries, device=device) + (heads_of_batch << 32)
-    columns = torch.arange(keys, device=device) + (heads_of_batch << 32) + (1 << 31)
+def random_bits(seed: int, batch: int, heads: int, queries: int, keys: int, device: torch.device
+                ) -> tuple[Tensor, Tensor]:
+    """Return int32 random bits of the queries [B,H,Q] and of the blocks of keys [B,H,W]."""
+    heads_of_batch = torch.arange(batch * heads, device=device).view(batch, heads, 1) << 32
+    rows = torch.arange(queries, device=device) + heads_of_batch
+    columns = torch.arange(-(-keys // WORD_KEYS), device=device) + heads_of_batch + (1 << 31)
     return _bits(seed, rows), _bits(seed, columns)
 
 
-def keep_pairs(row_bits: torch.Tensor, column_bits: torch.Tensor, threshold: int) -> torch.Tensor:
-    """Return the bool mask [..., Q, L] of kept pairs for random bits [..., Q] and [..., L]."""
-    return _mixed(row_bits, column_bits, None, None) >= threshold
+def dropped_words(row_bits: Tensor, column_bits: Tensor, dropout: float) -> Tensor:
+    """Return int32 [...,Q,W], of which bit n is set where the word's n-th key is dropped."""
+    threshold = drop_threshold(dropout)
+    first = (threshold & -threshold).bit_length() - 1  # digits behind it decide nothing
+    steps_K = torch.arange(first + 1, DIGITS + 1, dtype=torch.int32, device=row_bits.device)
+    sums = row_bits[..., :, None] + column_bits[..., None, :]
+    mixed = sums + (steps_K * DIGIT_STEP).view(-1, *[1] * sums.dim())
+    for shift, factor in _FINALIZER:
+        logical = mixed >> shift & (1 << 32 - shift) - 1  # torch shifts int32 with its sign
+        mixed.bitwise_xor_(logical).mul_(factor)
+    below = ~mixed[0]
+    for digit, bits in enumerate(mixed[1:], first + 1):
+        below = below | ~bits if threshold >> digit & 1 else below & ~bits
+    return below
 
 
-def mark_dropped(probs: torch.Tensor, row_bits: torch.Tensor, column_bits: torch.Tensor,
-                 threshold: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Give the dropped pairs of `probs` [..., Q, L], none below 0, a minus sign.
+def keep_pairs(seed: int, batch: int, heads: int, queries: int, keys: int, dropout: float,
+               device: torch.device) -> Tensor:
+    """Return the bool mask [B,H,Q,L] of kept pairs."""
+    words = dropped_words(*random_bits(seed, batch, heads, queries, keys, device), dropout)
+    shifts = torch.arange(WORD_KEYS, dtype=torch.int32, device=device)
+    return (words[..., None] >> shifts & 1 == 0).flatten(-2)[..., :keys]
 
-    buffers: two int32 tensors of that shape to work in. Integer arithmetic throughout: on the CPU
-    an operation on bools costs ten times as much.
+
+def mark_dropped(probs: Tensor, words: Tensor, first: int, buffer: Tensor) -> None:
+    """Give the dropped pairs of `probs` [...,Q,L], none below 0, a minus sign.
+
+    words: [...,Q,W], of which the bit `first` is that of the first key. buffer: int32 [...,Q,32 W]
+    to work in. Integer arithmetic throughout: on the CPU an operation on bools costs ten times as
+    much.
     """
-    integers, top_bit = _INTEGERS[probs.dtype.itemsize]
-    dropped = _mixed(row_bits, column_bits, *buffers).lt_(threshold)
-    probs.view(integers).bitwise_or_(dropped.to(integers).bitwise_left_shift_(top_bit))
+    shifts = torch.arange(WORD_KEYS - 1, -1, -1, dtype=torch.int32)
+    marks = buffer.view(*words.shape, WORD_KEYS)
+    torch.bitwise_left_shift(words[..., None], shifts, out=marks)
+    marks = marks.flatten(-2)[..., first : first + probs.shape[-1]]
+    if probs.dtype != torch.float32:
+        marks = marks.bitwise_and_(-(1 << 31))  # 0.0 or -0.0
+    torch.copysign(probs, marks.view(torch.float32).to(probs.dtype), out=probs)
 
 
-def clear_dropped(tensor: torch.Tensor, probs: torch.Tensor, buffer: torch.Tensor) -> None:
+def clear_dropped(tensor: Tensor, probs: Tensor, buffer: Tensor) -> None:
     """Set `tensor` to 0 at the pairs that `mark_dropped` marked in `probs`; `buffer` is alike."""
     integers, top_bit = _INTEGERS[probs.dtype.itemsize]
     kept = torch.bitwise_right_shift(probs.view(integers), top_bit, out=buffer.view(integers))
     tensor.view(integers).bitwise_and_(kept.bitwise_not_())
 
 
+_FINALIZER = ((16, PAIR_MIX_1), (15, PAIR_MIX_2), (15, 1))
 _INTEGERS = {2: (torch.int16, 15), 4: (torch.int32, 31), 8: (torch.int64, 63)}
-
-
-def _mixed(row_bits, column_bits, mixed, shifted) -> torch.Tensor:
-    """Return the hash [..., Q, L] of every pair, worked out in the two buffers if given."""
-    # The shifts are arithmetic on purpose: int32 has no other in torch, and Triton agrees.
-    mixed = torch.add(row_bits[..., :, None], column_bits[..., None, :], out=mixed)
-    shifted = torch.bitwise_right_shift(mixed, 15, out=shifted)
-    mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_1)
-    torch.bitwise_right_shift(mixed, 13, out=shifted)
-    return mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_2)
 
 
 def bits_stream(seed: int) -> int:
@@ -73,7 +92,7 @@ def bits_stream(seed: int) -> int:
     return signed((seed * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & MASK64)
 
 
-def _bits(seed: int, counters: torch.Tensor) -> torch.Tensor:
+def _bits(seed: int, counters: Tensor) -> Tensor:
     """Return splitmix64(seed, counter) cut to int32."""
     bits = mix_tensor((counters + 1) * signed(GAMMA) + bits_stream(seed)) & 0xFFFFFFFF
     return ((bits ^ (1 << 31)) - (1 << 31)).to(torch.int32)

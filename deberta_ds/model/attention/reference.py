@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
+from deberta_ds.model.attention.dropout import keep_pairs
 from deberta_ds.model.attention.geometry import Geometry
 
 
@@ -50,8 +50,7 @@ def reference_attention(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torc
         probs_BHQL = scores_BHQL.softmax(-1).masked_fill(~allowed_B1QL, 0.0)
         if dropout > 0:
             assert seed is not None
-            bits = dropout_bits(seed, batch, heads, queries, keys, device)
-            keep_BHQL = keep_pairs(*bits, drop_threshold(dropout))
+            keep_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout, device)
             probs_BHQL = probs_BHQL * keep_BHQL / (1 - dropout)
         context_BHQD = probs_BHQL.to(v_BHLD.dtype) @ v_BHLD
     return context_BHQD.transpose(1, 2)

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from deberta_ds.model.attention import skew
-from deberta_ds.model.attention.dropout import clear_dropped, drop_threshold, mark_dropped
+from deberta_ds.model.attention.dropout import (
+    WORD_KEYS,
+    clear_dropped,
+    dropped_words,
+    mark_dropped,
+)
 from deberta_ds.model.attention.segments import KeySpan
 
 _KEY_ROWS = 512  # of gathered queries at once
@@ -32,7 +37,7 @@ class Inputs:
     p2c: skew.PositionTerm | None  # position to content: rows are keys; scaled
     scale: float
     dropout: float
-    bits: tuple[Tensor, Tensor] | None  # dropout bits of queries [B,H,Q] and keys [B,H,L]
+    bits: tuple[Tensor, Tensor] | None  # for dropout, of queries and of blocks of keys
     scratch: skew.Scratch
 
 
@@ -166,10 +171,13 @@ def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
     if tile.group.span.fully_masked:  # softmax gives NaN where all keys are masked; it must be 0
         by_rows.masked_fill_(masked_RXY, 0.0)
     if inputs.bits is not None:
-        rows, columns = tile.queries_of(inputs.bits[0]), tile.group.keys_of(inputs.bits[1])
-        take = inputs.scratch.take
-        buffers = take("mixed", probs.shape, rows), take("shifted", probs.shape, rows)
-        mark_dropped(probs, rows, columns, drop_threshold(inputs.dropout), buffers)
+        rows, span = tile.queries_of(inputs.bits[0]), tile.group.span
+        blocks = slice(span.start // WORD_KEYS, -(-span.stop // WORD_KEYS))
+        columns = tile.group.part(inputs.bits[1])[:, :, blocks].flatten(0, 1)
+        words = dropped_words(rows, columns, inputs.dropout)
+        wide = (*words.shape[:-1], WORD_KEYS * words.shape[-1])
+        buffer = inputs.scratch.take("marks", wide, words)
+        mark_dropped(probs, words, span.start % WORD_KEYS, buffer)
     return probs
 
 

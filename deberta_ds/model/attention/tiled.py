@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deberta_ds.model.attention.dropout import dropout_bits
+from deberta_ds.model.attention.dropout import random_bits
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.segments import KeySpan, split_into_spans
@@ -143,7 +143,7 @@ def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting) -> Inp
         expanded = expansion(setting.geometry, longest, False, setting.clip, q_BHQD)
         p2c = make_term(expanded, pos_query_HSD, scale)
     if setting.dropout > 0:
-        bits = dropout_bits(setting.seed, batch, heads, queries, keys, q_BHQD.device)
+        bits = random_bits(setting.seed, batch, heads, queries, keys, q_BHQD.device)
     terms, scratch = (c2p, p2c), own_scratch()
     return Inputs(q_BHQD, k_BHLD, v_BHLD, *terms, scale, setting.dropout, bits, scratch)
 

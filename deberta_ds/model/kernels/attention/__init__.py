@@ -25,7 +25,8 @@ def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
                keep_terms: bool = False) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`.
 
-    keep_terms: keep the position terms for backward instead of computing them again.
+    keep_terms: keep the sum of the position terms, and which pairs dropout drops, for backward
+      instead of computing them again; not of gathered queries.
     """
     keys, dtype, device = k_BHLD.shape[2], q_BHQD.dtype, q_BHQD.device
     radius = make_band(geometry.reach, keys).radius(keys)
@@ -40,7 +41,7 @@ def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
         gathered = query_positions_BQ is not None
         results = ops.fused_attention(
             *qkv, c2p_table, p2c_table, *facts, seed or 0, geometry.reach, scale,
-            float(dropout), gathered, keep_terms)
+            float(dropout), gathered, keep_terms and not gathered)
     return results[0][..., :size]
 
 
@@ -99,7 +100,7 @@ recent_facts: deque = deque(maxlen=4)
 
 
 def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return query_facts [4,B,Q] and key_facts [5,B,L] (see `ops`), without reading the device."""
+    """Return query_facts [4,B,Q] and key_facts [7,B,L] (see `ops`), without reading the device."""
     batch, length = segments_BL.shape
     segments = segments_BL.long()
     columns = torch.arange(length, device=segments.device).expand(batch, length)
@@ -114,7 +115,9 @@ def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tens
     if query_positions_BQ is not None:
         gathered = query_positions_BQ.long()
         rows = [x.gather(1, gathered) for x in rows]
-    keys = (segments, starts, stops, *_covers(columns, stops))
+    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    runs = (x * real for x in _ranges(columns, begins))
+    keys = (segments, starts, stops, *_covers(columns, stops), *runs)
     return _aligned(torch.stack(rows).int()), _aligned(torch.stack(keys).int())
 
 
@@ -133,11 +136,15 @@ def _covers(columns: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
     For packed documents that is the column's own segment. A segment may have holes; segments that
     overlap count as one.
     """
-    length = columns.shape[1]
     reach = stops.cummax(1).values
-    begins = columns >= torch.cat([torch.zeros_like(reach[:, :1]), reach[:, :-1]], 1)
-    start = torch.where(begins, columns, 0).cummax(1).values
-    follower = torch.cat([begins[:, 1:], torch.ones_like(begins[:, :1])], 1)
-    stop = torch.where(follower, columns + 1, length).flip(1).cummin(1).values.flip(1)
+    start, stop = _ranges(columns, columns >= F.pad(reach[:, :-1], (1, 0)))
     covered = reach > columns
     return start * covered, stop * covered
+
+
+def _ranges(columns: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for each column, the first and the last + 1 column of its range."""
+    start = torch.where(begins, columns, 0).cummax(1).values
+    ends = F.pad(begins[:, 1:], (0, 1), value=True)
+    stop = torch.where(ends, columns + 1, columns.shape[1]).flip(1).cummin(1).values.flip(1)
+    return start, stop

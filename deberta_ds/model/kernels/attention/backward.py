@@ -18,18 +18,19 @@ from deberta_ds.model.kernels.attention.blocks import (
     column_range,
     far_bias,
     head_of,
-    keep_pairs,
+    kept_pairs,
     loop_ranges,
     near_bias,
     query_block,
     skewed_gradient_of,
+    words_of,
 )
 from deberta_ds.model.kernels.attention.forward import LOG2_E, VARIES
 
 
 @triton.jit
-def _query_step(q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i,
-                bias, scale, keep_scale, threshold, acc, HAS_BIAS: tl.constexpr,
+def _query_step(q, grad, lse, row_dot, K, V, K_SEGMENT, DROPPED, k_n, v_n, i, j, j0, rows, NK,
+                segment_i, bias, scale, keep_scale, acc, HAS_BIAS: tl.constexpr,
                 DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """Return dQ with one block of keys added, and the score gradients [i, j] of the block."""
     d = tl.arange(0, D)
@@ -45,18 +46,17 @@ def _query_step(q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK,
     probs = tl.exp2(scores * LOG2_E - lse[:, None])
     d_probs = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
-        bits_j = tl.load(K_BITS + j, mask=in_keys, other=0)
-        keep = keep_pairs(bits_i[:, None], bits_j[None, :], threshold)
-        d_probs = tl.where(keep, d_probs, 0.0)
+        kept = kept_pairs(DROPPED, i, j0, rows, j.shape[0], False)
+        d_probs = tl.where(kept, d_probs, 0.0)
     d_scores = probs * (d_probs * keep_scale - row_dot[:, None]) * scale
     return tl.dot(d_scores.to(k.dtype), k, acc, input_precision=PRECISION), d_scores
 
 
 @triton.jit(do_not_specialize=VARIES)
 def query_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, OUT, DQ,
-                 D_C2P_BIAS, D_C2P_EDGES, Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_BITS,
-                 K_BITS, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H, SPAN, scale,
-                 keep_scale, threshold, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
+                 D_C2P_BIAS, D_C2P_EDGES, Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT,
+                 DROPPED, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H, SPAN, scale,
+                 keep_scale, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
                  DROPOUT: tl.constexpr, FAR: tl.constexpr, GATHERED: tl.constexpr, D: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of queries: DQ [B,NQ,H,D] of the pairs beyond the band, D_C2P_EDGES [2,B,H,NQ].
@@ -72,10 +72,10 @@ def query_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, R
     d_bias, step = skewed_gradient_of(D_C2P_BIAS, bh, NQ, SPAN, NK)
     K, V = head_of(K, b, h, k_b, k_h), head_of(V, b, h, v_b, v_h)
     K_SEGMENT += b * NK
-    K_BITS += wide * NK
-    i, in_rows, q, segment_i, position_i, bits_i, base, end, first, last = query_block(
-        head_of(Q, b, h, q_b, q_h), Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, Q_BITS, b, bh, q_n,
-        tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, GATHERED, BM, D)
+    DROPPED, rows = words_of(DROPPED, bh, NQ, NK)
+    i, in_rows, q, segment_i, position_i, base, end, first, last = query_block(
+        head_of(Q, b, h, q_b, q_h), Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, b, q_n,
+        tl.program_id(0) * BM, NQ, NK, SPAN, GATHERED, BM, D)
     own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
     grad = tl.load(GRAD + own_rows, mask=in_rows[:, None], other=0.0)
     lse = tl.load(LSE + wide * NQ + i, mask=in_rows, other=float("inf"))
@@ -96,9 +96,8 @@ def query_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, R
                 C2P_BIAS, P2C_BIAS, i, position_i, base, end, j, base_j, end_j, width,
                 HAS_C2P, HAS_P2C, GATHERED, False)
             acc, d_scores = _query_step(
-                q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i,
-                bits_i, bias, scale, keep_scale, threshold, acc,
-                HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION)
+                q, grad, lse, row_dot, K, V, K_SEGMENT, DROPPED, k_n, v_n, i, j, j0, rows, NK,
+                segment_i, bias, scale, keep_scale, acc, HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION)
             if HAS_C2P:
                 before, after = j[None, :] < base[:, None], j[None, :] >= end[:, None]
                 tl.store(d_bias + ((i * (step + 1) - position_i)[:, None] + j[None, :]),
@@ -116,8 +115,8 @@ def query_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, R
                 C2P_EDGES + wide * NQ, P2C_EDGES + wide * NK, is_low, i, NQ, j, NK, batch_heads,
                 HAS_C2P, HAS_P2C)
             acc, d_scores = _query_step(
-                q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i,
-                bits_i, bias, scale, keep_scale, threshold, acc, True, DROPOUT, D, PRECISION)
+                q, grad, lse, row_dot, K, V, K_SEGMENT, DROPPED, k_n, v_n, i, j, j0, rows, NK,
+                segment_i, bias, scale, keep_scale, acc, True, DROPOUT, D, PRECISION)
             sums = tl.sum(d_scores, 1)
             low += tl.where(is_low, sums, 0.0)
             high += tl.where(is_low, 0.0, sums)
@@ -141,8 +140,8 @@ def row_dot_kernel(GRAD, OUT, ROW_DOT, NQ, H, D: tl.constexpr, BM: tl.constexpr)
 
 
 @triton.jit
-def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, g_n, i, NQ, segment_j, bits_j,
-              bias, scale, keep_scale, threshold, acc_k, acc_v, HAS_BIAS: tl.constexpr,
+def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, DROPPED, q_n, g_n, i, j, j0, rows, NQ,
+              segment_j, bias, scale, keep_scale, acc_k, acc_v, HAS_BIAS: tl.constexpr,
               DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """Return dK and dV / keep_scale with one block of queries added; score gradients [j, i]."""
     d = tl.arange(0, D)
@@ -151,21 +150,20 @@ def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, g_n, i, NQ, s
     grad = tl.load(GRAD + (i[:, None] * g_n + d[None, :]), mask=in_rows[:, None], other=0.0)
     lse = tl.load(LSE + i, mask=in_rows, other=float("inf"))
     row_dot = tl.load(ROW_DOT + i, mask=in_rows, other=0.0)
-    segment_i = tl.load(Q_SEGMENT + i, mask=in_rows, other=0)
-    allowed = (segment_j[:, None] == segment_i[None, :]) & (segment_j != 0)[:, None]
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
     if HAS_BIAS:
         scores += bias
+    segment_i = tl.load(Q_SEGMENT + i, mask=in_rows, other=0)
+    allowed = (segment_j[:, None] == segment_i[None, :]) & (segment_j != 0)[:, None]
     scores = tl.where(allowed, scores, float("-inf"))
     probs = tl.exp2(scores * LOG2_E - lse[None, :])
     d_probs = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-    kept = probs
+    kept_probs = probs
     if DROPOUT:
-        bits_i = tl.load(Q_BITS + i, mask=in_rows, other=0)
-        keep = keep_pairs(bits_i[None, :], bits_j[:, None], threshold)
-        kept = tl.where(keep, kept, 0.0)
-        d_probs = tl.where(keep, d_probs, 0.0)
-    acc_v = tl.dot(kept.to(grad.dtype), grad, acc_v, input_precision=PRECISION)
+        kept = kept_pairs(DROPPED, i, j0, rows, j.shape[0], True)
+        kept_probs = tl.where(kept, probs, 0.0)
+        d_probs = tl.where(kept, d_probs, 0.0)
+    acc_v = tl.dot(kept_probs.to(grad.dtype), grad, acc_v, input_precision=PRECISION)
     d_scores = probs * (d_probs * keep_scale - row_dot[None, :]) * scale
     acc_k = tl.dot(d_scores.to(q.dtype), q, acc_k, input_precision=PRECISION)
     return acc_k, acc_v, d_scores
@@ -174,17 +172,17 @@ def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, g_n, i, NQ, s
 @triton.jit(do_not_specialize=VARIES)
 def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV,
                D_C2P_BIAS, D_P2C_BIAS, D_P2C_EDGES, Q_SEGMENT, Q_POSITION, K_START, K_STOP,
-               K_SEGMENT, Q_BITS, K_BITS, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H,
-               SPAN, scale, keep_scale, threshold, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
-               DROPOUT: tl.constexpr, FAR: tl.constexpr, GATHERED: tl.constexpr,
-               WHOLE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-               PRECISION: tl.constexpr):
+               K_SEGMENT, DROPPED, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H, SPAN,
+               scale, keep_scale, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
+               SUMMED: tl.constexpr, DROPOUT: tl.constexpr, FAR: tl.constexpr,
+               GATHERED: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+               BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of keys: content part of DK, DV [B,NK,H,D], D_P2C_BIAS, D_P2C_EDGES [2,B,H,NK].
 
     For GATHERED queries D_P2C_BIAS is the score gradient [B,H,NK,NQ] instead, because queries may
     share a column, which would then have two writers; `position_bias.spread_kernel` sums them. With
     WHOLE, D_C2P_BIAS gets the gradients of all scores, and [K_START, K_STOP) are the queries of all
-    documents whose first and last token enclose the key.
+    documents whose first and last token enclose the key. SUMMED: see `forward_kernel`.
     """
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -205,13 +203,10 @@ def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW
     LSE += wide * NQ
     ROW_DOT += wide * NQ
     Q_SEGMENT += b * NQ
-    Q_BITS += wide * NQ
+    DROPPED, rows = words_of(DROPPED, bh, NQ, NK)
     k = tl.load(K + j[:, None] * k_n + d[None, :], mask=in_keys[:, None], other=0.0)
     v = tl.load(V + j[:, None] * v_n + d[None, :], mask=in_keys[:, None], other=0.0)
     segment_j = tl.load(K_SEGMENT + b * NK + j, mask=in_keys, other=0)
-    bits_j = segment_j
-    if DROPOUT:
-        bits_j = tl.load(K_BITS + wide * NK + j, mask=in_keys, other=0)
     base, end = band_edges(j0, SPAN, NK)
     first, last = 0, NQ
     if not GATHERED:
@@ -232,11 +227,11 @@ def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW
             base_i, end_i = band_edges(position_i, SPAN, NK)
         bias = near_bias(
             C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base, end, width,
-            HAS_C2P, HAS_P2C, GATHERED, True)
+            HAS_C2P, HAS_P2C and not SUMMED, GATHERED, True)
         acc_k, acc_v, d_scores = _key_step(
-            k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, H * D, i, NQ, segment_j, bits_j,
-            bias, scale, keep_scale, threshold, acc_k, acc_v,
-            HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION)
+            k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, DROPPED, q_n, H * D, i, j, j0, rows, NQ,
+            segment_j, bias, scale, keep_scale, acc_k, acc_v, HAS_C2P or HAS_P2C, DROPOUT, D,
+            PRECISION)
         if HAS_P2C:
             gradient = d_scores.to(D_P2C_BIAS.dtype.element_ty)
             if GATHERED:
@@ -261,9 +256,8 @@ def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW
                 P2C_EDGES + wide * NK, C2P_EDGES + wide * NQ, is_low, j, NK, i, NQ, batch_heads,
                 HAS_P2C, HAS_C2P)
             acc_k, acc_v, d_scores = _key_step(
-                k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, H * D, i, NQ, segment_j,
-                bits_j, bias, scale, keep_scale, threshold, acc_k, acc_v, True, DROPOUT, D,
-                PRECISION)
+                k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, DROPPED, q_n, H * D, i, j, j0, rows, NQ,
+                segment_j, bias, scale, keep_scale, acc_k, acc_v, True, DROPOUT, D, PRECISION)
             sums = tl.sum(d_scores, 1)
             low += tl.where(is_low, sums, 0.0)
             high += tl.where(is_low, 0.0, sums)

@@ -10,25 +10,16 @@ import triton
 import triton.language as tl
 
 from deberta_ds.base.splitmix import GAMMA, MULTIPLIERS
-from deberta_ds.model.attention.dropout import PAIR_MIX_1, PAIR_MIX_2
+from deberta_ds.model.attention.dropout import DIGIT_STEP, PAIR_MIX_1, PAIR_MIX_2, WORD_KEYS
 from deberta_ds.model.attention.geometry import GROUP_COLUMNS
 
 GROUP = tl.constexpr(GROUP_COLUMNS)
 _GAMMA = tl.constexpr(GAMMA)
 _MULTIPLIER_1 = tl.constexpr(MULTIPLIERS[0])
 _MULTIPLIER_2 = tl.constexpr(MULTIPLIERS[1])
-_MIX_1 = tl.constexpr(PAIR_MIX_1)
-_MIX_2 = tl.constexpr(PAIR_MIX_2)
+_MIX_1, _MIX_2 = tl.constexpr(PAIR_MIX_1), tl.constexpr(PAIR_MIX_2 & 0xFFFFFFFF)
+_STEP, WORD = tl.constexpr(DIGIT_STEP & 0xFFFFFFFF), tl.constexpr(WORD_KEYS)
 # Scalar bases and 32-bit offsets everywhere: tiles of 64-bit addresses would fill the registers.
-
-
-@triton.jit
-def keep_pairs(row_bits, column_bits, threshold):
-    """Return `dropout.keep_pairs`, bit for bit the mask of the other paths."""
-    mixed = row_bits + column_bits
-    mixed = (mixed ^ (mixed >> 15)) * _MIX_1
-    mixed = (mixed ^ (mixed >> 13)) * _MIX_2
-    return mixed >= threshold
 
 
 @triton.jit
@@ -39,6 +30,20 @@ def column_range(STARTS, STOPS, base, rows, count, limit):
     stops = tl.load(STOPS + base + rows, mask=inside, other=0)
     first = tl.min(tl.where(stops > starts, starts, limit), 0)
     return first, tl.max(stops, 0)
+
+
+@triton.jit
+def run_of(RUN_START, RUN_STOP, b, first, COUNT: tl.constexpr, NK, GATHERED: tl.constexpr):
+    """Return the columns that all of COUNT columns from `first` on attend to without a mask.
+
+    That is the run of one segment around them; 0, 0 if they are no part of one run.
+    """
+    start, stop = 0, 0
+    if not GATHERED:
+        start = tl.load(RUN_START + b * NK + first)
+        stop = tl.load(RUN_STOP + b * NK + first)
+        stop = tl.where(first + COUNT <= stop, stop, 0)
+    return start, stop
 
 
 @triton.jit
@@ -60,22 +65,59 @@ def loop_ranges(first, last, base, end, BLOCK: tl.constexpr, FAR: tl.constexpr):
 
 @triton.jit
 def _random_bits(counter, start):
-    """Return splitmix64 of a counter, cut to int32."""
+    """Return splitmix64 of a counter, cut to 32 bits."""
     state = (counter + 1).to(tl.uint64) * _GAMMA + start.to(tl.uint64)
     state = (state ^ (state >> 30)) * _MULTIPLIER_1
     state = (state ^ (state >> 27)) * _MULTIPLIER_2
-    return (state ^ (state >> 31)).to(tl.uint32).to(tl.int32, bitcast=True)
+    return (state ^ (state >> 31)).to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["start", "NQ", "NK"])
-def bits_kernel(Q_BITS, K_BITS, start, NQ, NK, BLOCK: tl.constexpr):
-    """The random bits of `dropout.dropout_bits`, [B,H,NQ] and [B,H,NK]."""
-    bh = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    start = tl.cast(start, tl.int64)
-    counter = n.to(tl.int64) + (bh << 32)
-    tl.store(Q_BITS + bh * NQ + n, _random_bits(counter, start), mask=n < NQ)
-    tl.store(K_BITS + bh * NK + n, _random_bits(counter + (1 << 31), start), mask=n < NK)
+@triton.jit
+def words_of(WORDS, bh, NQ, NK):
+    """Return the pointer to the words of one head, and how far a word is from its neighbor."""
+    rows = (NQ + GROUP - 1) // GROUP * GROUP
+    return WORDS + bh.to(tl.int64) * rows * ((NK + GROUP - 1) // GROUP * (GROUP // WORD)), rows
+
+
+@triton.jit(do_not_specialize=["start", "threshold", "NQ", "NK", "H"])
+def dropped_kernel(WORDS, START, STOP, start, threshold, NQ, NK, H, DIGITS: tl.constexpr,
+                   BR: tl.constexpr, BW: tl.constexpr):
+    """WORDS [B,H,W,rows]: `dropout.dropped_words`, transposed, of what these queries attend to."""
+    bh = tl.program_id(1)
+    i, w = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BW)
+    start, counter = tl.cast(start, tl.int64), bh.to(tl.int64) << 32
+    row_bits = _random_bits(i.to(tl.int64) + counter, start)
+    WORDS, rows = words_of(WORDS, bh, NQ, NK)
+    first, last = column_range(START, STOP, bh // H * NQ, i, NQ, NK)
+    for w0 in range(first // WORD, tl.cdiv(last, WORD), BW):
+        column_bits = _random_bits((w0 + w).to(tl.int64) + (counter + (1 << 31)), start)
+        sums = row_bits[:, None] + column_bits[None, :]
+        below = tl.zeros([BR, BW], tl.int32)
+        for digit in tl.static_range(DIGITS):
+            sums += _STEP
+            mixed = (sums ^ (sums >> 16)) * _MIX_1
+            mixed = (mixed ^ (mixed >> 15)) * _MIX_2
+            mixed = ~(mixed ^ (mixed >> 15)).to(tl.int32, bitcast=True)
+            is_one = -((threshold >> digit) & 1)
+            below = (below & mixed) | (is_one & (below | mixed))
+        tl.store(WORDS + (((w0 + w) * rows)[None, :] + i[:, None]), below,
+                 mask=(w0 + w < tl.cdiv(last, WORD))[None, :])
+
+
+@triton.jit
+def kept_pairs(WORDS, i, first, rows, KEYS: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr):
+    """Return the kept pairs of queries i and KEYS keys from `first` on, [i, j] or [j, i].
+
+    WORDS, rows: see `words_of`.
+    """
+    w, bit = first // WORD + tl.arange(0, KEYS // WORD), 1 << tl.arange(0, WORD)
+    if ROWS_ARE_KEYS:
+        word = tl.load(WORDS + ((w * rows)[:, None] + i[None, :]))
+        dropped = tl.reshape(word[:, None, :] & bit[None, :, None], [KEYS, i.shape[0]])
+    else:
+        word = tl.load(WORDS + (i[:, None] + (w * rows)[None, :]))
+        dropped = tl.reshape(word[:, :, None] & bit[None, None, :], [i.shape[0], KEYS])
+    return dropped == 0
 
 
 @triton.jit
@@ -134,18 +176,20 @@ def _p2c_tile(BIAS, j, position, base, end, width, GATHERED: tl.constexpr):
 def near_bias(C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base_j, end_j, width,
               HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, GATHERED: tl.constexpr,
               ROWS_ARE_KEYS: tl.constexpr):
-    """Return the sum of the terms that exist, [i, j] or [j, i]; each tile is loaded as stored."""
+    """Return the sum of the terms that exist, [i, j] or [j, i]; each tile is loaded as stored.
+
+    The sum is rounded to the dtype of the terms, with which it may be kept.
+    """
     if HAS_C2P:
         c2p = _c2p_tile(C2P_BIAS, i, j, base_i, end_i, width, GATHERED)
         if ROWS_ARE_KEYS:
             c2p = tl.trans(c2p)
-        bias = c2p.to(tl.float32)
+        bias = c2p
     if HAS_P2C:
         p2c = _p2c_tile(P2C_BIAS, j, position_i, base_j, end_j, width, GATHERED)
         if not ROWS_ARE_KEYS:
             p2c = tl.trans(p2c)
-        p2c = p2c.to(tl.float32)
-        bias = bias + p2c if HAS_C2P else p2c
+        bias = c2p + p2c if HAS_C2P else p2c
     if not (HAS_C2P or HAS_P2C):
         bias = 0.0
     return bias
@@ -197,13 +241,12 @@ def skewed_gradient_of(D_BIAS, bh, rows, SPAN, NK):
 
 
 @triton.jit
-def query_block(Q, SEGMENT, POSITION, START, STOP, BITS, b, bh, q_n, i0, NQ, NK, SPAN,
-                DROPOUT: tl.constexpr, GATHERED: tl.constexpr, BM: tl.constexpr, D: tl.constexpr):
+def query_block(Q, SEGMENT, POSITION, START, STOP, b, q_n, i0, NQ, NK, SPAN,
+                GATHERED: tl.constexpr, BM: tl.constexpr, D: tl.constexpr):
     """Return the data of queries [i0, i0 + BM), for forward and backward.
 
-    That is: their indices, which of them exist, vectors, segments, positions, dropout bits, the
-    first band column and the first one after the band, and the range of keys that any of them
-    attends to.
+    That is: their indices, which of them exist, vectors, segments, positions, the first band column
+    and the first one after the band, and the range of keys that any of them attends to.
     """
     i = i0 + tl.arange(0, BM)
     in_rows = i < NQ
@@ -215,8 +258,5 @@ def query_block(Q, SEGMENT, POSITION, START, STOP, BITS, b, bh, q_n, i0, NQ, NK,
     if GATHERED:
         position = tl.load(POSITION + b * NQ + i, mask=in_rows, other=0)
         base, end = band_edges(position, SPAN, NK)
-    bits = segment
-    if DROPOUT:
-        bits = tl.load(BITS + bh.to(tl.int64) * NQ + i, mask=in_rows, other=0)
     first, last = column_range(START, STOP, b * NQ, i, NQ, NK)
-    return i, in_rows, q, segment, position, bits, base, end, first, last
+    return i, in_rows, q, segment, position, base, end, first, last

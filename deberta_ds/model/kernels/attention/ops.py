@@ -13,19 +13,19 @@ import torch
 import triton
 from torch import Tensor
 
-from deberta_ds.model.attention.dropout import bits_stream, drop_threshold
+from deberta_ds.model.attention.dropout import DIGITS, WORD_KEYS, bits_stream, drop_threshold
 from deberta_ds.model.attention.geometry import Band, make_band, padded
 from deberta_ds.model.kernels.attention import backward, blocks, forward, position_bias
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
-# key_facts int32 [5,B,L]: segment, first and last + 1 query column of the segment; and the
-# same of all segments that enclose the column.
+# key_facts int32 [7,B,L]: segment, first and last + 1 query column of the segment; the same of all
+# segments that enclose the column, and of neighbors of one segment.
 
 TILES = Path(__file__).with_name("tiles.json")  # to refresh it: docs/explanation/attention.md
 _LONG_ROW = 1024
 _CHUNK_ROWS = 512  # of a table's gradient that a program takes at once
-_BITS_BLOCK, _ROW_DOT_ROWS = 256, 64  # of a program
+_DROPPED_ROWS, _DROPPED_WORDS, _ROW_DOT_ROWS = 64, 16, 64  # of a program
 _PROGRAMS = 1024  # wanted for a table's gradient: enough to fill any card
 
 
@@ -34,80 +34,85 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
                     p2c_table: Tensor | None, query_facts: Tensor, key_facts: Tensor, seed: int,
                     reach: int, scale: float, dropout: float, gathered: bool, keep: bool
                    ) -> list[Tensor]:
-    """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and for backward the
-    dropout bits of queries and keys, both bias matrices and both edge terms (see `_empty_results`).
+    """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and what
+    backward keeps: the sum of the bias matrices (or the one there is, in its place), both edge
+    terms and the dropped pairs.
 
     c2p_table, p2c_table: expanded tables [C,H,D], contiguous. reach: distance from which the
     relative table is constant. gathered: queries are at the columns in query_facts, otherwise
-    query i is at column i. keep: return bias matrices and edge terms; otherwise they are empty, and
-    backward recomputes them.
+    query i is at column i. keep: return what backward keeps; otherwise it is empty, and backward
+    recomputes it. Not with gathered queries, which may share elements of a bias matrix.
     """
     batch, heads, queries, _ = q.shape
-    keys, band = k.shape[2], make_band(reach, k.shape[2])
-    results = _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep)
-    out, lse, *bits = results[:4]
-    if dropout > 0:
-        programs = (triton.cdiv(max(queries, keys), _BITS_BLOCK), batch * heads)
-        blocks.bits_kernel[programs](*bits, bits_stream(seed), queries, keys, BLOCK=_BITS_BLOCK)
+    keys, band, tables = k.shape[2], make_band(reach, k.shape[2]), (c2p_table, p2c_table)
+    results = _empty_results(q)
+    dropped = _dropped(q, keys, query_facts, seed, dropout)
     terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
     tile = _tile(q, k, "forward", gathered, band)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
-        q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), out, lse,
-        *query_facts, key_facts[0], *bits, *_numbers(q, k, v, band, scale, dropout),
-        **_constants(q, c2p_table, p2c_table, dropout, band, gathered, tile))
-    if keep:
-        results[4:] = [terms[0].bias, terms[1].bias, terms[0].edges, terms[1].edges]
-    return results
+        q, k, v, *(x.bias for x in terms), *(x.edges for x in terms),
+        *results[:2], *query_facts, key_facts[0], *key_facts[5:],
+        dropped, *_numbers(q, k, v, band, scale, dropout), SUMMED=_summed(keep, *tables),
+        **_constants(q, *tables, dropout, band, gathered, tile))
+    return [*results[:2], *_kept(terms, keep, *tables), dropped] if keep else results
 
 
 @fused_attention.register_fake
 def _(q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed, reach, _scale, dropout,
       _gathered, keep):
-    band = make_band(reach, k.shape[2])
-    results = _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep)
+    results, band, tables = _empty_results(q), make_band(reach, k.shape[2]), (c2p_table, p2c_table)
     if keep:
-        made = [_empty_term(x, table, k.shape[2], band)
-                for x, table in ((q, c2p_table), (k, p2c_table))]
-        results[4:] = [made[0].bias, made[1].bias, made[0].edges, made[1].edges]
+        made = [_empty_term(x, t, k.shape[2], band) for x, t in zip((q, k), tables, strict=True)]
+        results[2:] = [*_kept(made, keep, *tables), _empty_words(q, k.shape[2], dropout)]
     return results
 
 
-def _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep) -> list[Tensor]:
+def _summed(keep: bool, c2p_table: Tensor | None, p2c_table: Tensor | None) -> bool:
+    """Return whether the forward kernel leaves the sum of both terms in the first one's place."""
+    return keep and c2p_table is not None and p2c_table is not None
+
+
+def _kept(terms, keep, c2p_table, p2c_table) -> list[Tensor]:
+    c2p, p2c = terms
+    single = c2p.bias.new_empty(0) if _summed(keep, c2p_table, p2c_table) else p2c.bias
+    return [c2p.bias, single, c2p.edges, p2c.edges]
+
+
+def _empty_results(q: Tensor) -> list[Tensor]:
     """Return what `fused_attention` returns, not yet filled; without position_bias."""
     batch, heads, queries, size = q.shape
-    sides = (queries, k.shape[2]) if dropout > 0 else (0, 0)
-    bits = [q.new_empty(batch, heads, rows, dtype=torch.int32) for rows in sides]
     single = dict(dtype=torch.float32)
     return [q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
-            *bits, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
-            q.new_empty(0, **single)]
+            q.new_empty(0), q.new_empty(0), q.new_empty(0, **single), q.new_empty(0, **single),
+            q.new_empty(0, dtype=torch.int32)]
 
 
 @torch.library.custom_op("deberta_ds::fused_attention_backward", mutates_args=())
 def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor, v: Tensor,
                              c2p_table: Tensor | None, p2c_table: Tensor | None,
-                             query_facts: Tensor, key_facts: Tensor, reach: int, scale: float,
-                             dropout: float, gathered: bool, keep: bool
+                             query_facts: Tensor, key_facts: Tensor, seed: int, reach: int,
+                             scale: float, dropout: float, gathered: bool, keep: bool
                             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, k, v (laid out [B,L,H,D], as views [B,H,L,D]) and of both tables."""
     grad = grad.contiguous()
     batch, heads, queries, size = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
     whole = not gathered  # five matmuls per tile, see `backward`
-    out, lse, *bits = results[:4]
+    out, lse, *kept, dropped = results
     row_dot = torch.empty_like(lse)
     dq, dk, dv = _row_gradients(q, k, v)
     if keep:
-        terms = [_Term(*results[4::2]), _Term(*results[5::2])]
+        terms = [_Term(*kept[::2]), _Term(*kept[1::2])]
     else:
         terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
+        dropped = _dropped(q, keys, query_facts, seed, dropout)
     d_c2p = _empty_gradient(q, c2p_table is not None or whole, keys, band)
     d_p2c = _empty_gradient(k, p2c_table is not None, keys, band)
     written = d_p2c.bias
     if gathered and p2c_table is not None:
         written = q.new_empty(batch, heads, keys, queries)
     shared = (q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), grad, lse, row_dot)
-    facts = (key_facts[0], *bits, *_numbers(q, k, v, band, scale, dropout))
+    facts = (key_facts[0], dropped, *_numbers(q, k, v, band, scale, dropout))
     settings = (q, c2p_table, p2c_table, dropout, band, gathered)
     if whole and not band.far:
         backward.row_dot_kernel[(triton.cdiv(queries, _ROW_DOT_ROWS), batch * heads)](
@@ -121,7 +126,7 @@ def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: 
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
         *shared, dk, dv, d_c2p.bias, written, d_p2c.edges, *query_facts[:2],
         *key_facts[3:5] if whole else key_facts[1:3], *facts,
-        WHOLE=whole, **_constants(*settings, tile))
+        WHOLE=whole, SUMMED=_summed(keep, c2p_table, p2c_table), **_constants(*settings, tile))
     d_tables = [q.new_empty(0), q.new_empty(0)]
     if c2p_table is not None or whole:
         d_tables[0] = _collect(d_c2p, q, c2p_table, dq, query_facts[1:], k, band, gathered, whole)
@@ -139,6 +144,21 @@ def _(grad, results, q, k, v, c2p_table, p2c_table, *_rest):
     return *rows, *(q.new_empty(0) if t is None else torch.empty_like(t) for t in tables)
 
 
+def _dropped(q: Tensor, keys: int, query_facts: Tensor, seed: int, dropout: float) -> Tensor:
+    """Return the words of dropped pairs, see `blocks.dropped_kernel`; without dropout nothing."""
+    words, (batch, heads, queries, _) = _empty_words(q, keys, dropout), q.shape
+    if dropout:
+        blocks.dropped_kernel[(triton.cdiv(queries, _DROPPED_ROWS), batch * heads)](
+            words, *query_facts[2:], bits_stream(seed), drop_threshold(dropout), queries, keys,
+            heads, DIGITS=DIGITS, BR=_DROPPED_ROWS, BW=_DROPPED_WORDS)
+    return words
+
+
+def _empty_words(q: Tensor, keys: int, dropout: float) -> Tensor:
+    shape = (padded(keys) // WORD_KEYS, padded(q.shape[2])) if dropout else (0, 0)
+    return q.new_empty(*q.shape[:2], *shape, dtype=torch.int32)
+
+
 def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return new tensors [B,rows,H,D] for the gradients of q, k and v."""
     return [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
@@ -147,7 +167,7 @@ def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 def _save(ctx, inputs, output):
     ctx.save_for_backward(*output, *inputs[:7])
-    ctx.numbers = inputs[8:]
+    ctx.numbers = inputs[7:]
     ctx.set_materialize_grads(False)  # nothing but the context is read: no zeros for the rest
     ctx.mark_non_differentiable(*output[1:])
 
@@ -321,7 +341,7 @@ def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
     """Return the scalar arguments that the flash kernels share, in order."""
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     sizes = (q.shape[2], k.shape[2], q.shape[1], band.span)
-    return *strides, *sizes, scale, 1 / (1 - dropout), drop_threshold(dropout)
+    return *strides, *sizes, scale, 1 / (1 - dropout)
 
 
 def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: Tile) -> dict:
