@@ -7,7 +7,6 @@ arXiv 2402.09977); one of which that knows nothing starts at random, with the me
 deviation of the table. So a tokenizer with tokens added keeps all that it had.
 """
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from deberta_ds.tokenizer.words import byte_value, bytes_of_piece, character_sta
 REPORT = "vocabulary.json"
 CLASSES = ("shared", "composed", "random")
 _BY_ID = ("words.weight", "words.delta", "mlm_head.bias")
-_STRETCHES, _ROWS_OF_EACH = 20, 50  # are counted of a corpus: of few shards
+_ROWS_COUNTED = 1000  # of a corpus
 
 
 def read_in_vocabulary(run: RunConfig, source: str) -> Release:
@@ -52,15 +51,13 @@ def read_in_vocabulary(run: RunConfig, source: str) -> Release:
         return release
     check_table(theirs, release, source)
     parts, kinds = starting_points(own, theirs)
-    frequencies = _frequencies(run, own.size)
     for network in release.networks().values():
         _change_vocabulary(network, parts, run.model.vocab_size, theirs.size, run.train.seed)
-        _follow_frequencies(network, parts, frequencies)
     if release.generator and "words.delta" in release.main.tensors:
         del release.main.tensors["words.weight"]
         derive_words(release)  # to the bit the generator's + delta
     starts = list(zip(own.pieces(range(own.size)), map(theirs.pieces, parts), strict=True))
-    release.notes.append(_report(run, source, starts, kinds, frequencies))
+    release.notes.append(_report(run, source, starts, kinds))
     return release
 
 
@@ -154,24 +151,10 @@ def _change_vocabulary(network: Network, parts: list[list[int]], rows: int, know
     network.config = replace(network.config, vocab_size=rows)
 
 
-def _follow_frequencies(network: Network, parts: list[list[int]], frequencies: np.ndarray) -> None:
-    """Add to each bias log(1 + frequency of the token) less the mean of that of its parts, which
-    are counted in the same text: 0 for a token that the text has as often as before.
-    """
-    if (bias_V := network.tensors.get("mlm_head.bias")) is None:
-        return
-    sizes = list(map(len, parts))
-    flat = np.fromiter(itertools.chain.from_iterable(parts), np.int64)
-    before = np.log1p(np.bincount(flat, np.repeat(frequencies, sizes), 1))
-    bias_V[:len(parts)] += torch.tensor([
-        np.log1p(count) - before[part or slice(None)].mean()
-        for count, part in zip(frequencies, parts, strict=True)], dtype=bias_V.dtype)
-
-
 def _report(run: RunConfig, source: str, starts: list[tuple[str, list[str]]],
-            kinds: np.ndarray, frequencies: np.ndarray) -> str:
+            kinds: np.ndarray) -> str:
     """Write OUT/vocabulary.json and return what it says in short."""
-    path = Path(run.out_dir) / REPORT
+    path, frequencies = Path(run.out_dir) / REPORT, _frequencies(run, len(kinds))
     counts = np.bincount(kinds, minlength=3).tolist()
     shares = (np.bincount(kinds, frequencies, 3) / max(1, frequencies.sum())).tolist()
     figures: dict[str, dict] = {name: {"tokens": count, "share_of_text": round(share, 6)}
@@ -189,13 +172,12 @@ def _report(run: RunConfig, source: str, starts: list[tuple[str, list[str]]],
 
 
 def _frequencies(run: RunConfig, size: int) -> np.ndarray:
-    """Return how often each id stands in a sample of the run's sources."""
+    """Return how often each id stands in sequences of the held-out corpora, else of the sources."""
+    paths = list(run.data.heldout_corpora.values()) or [one.path for one in run.data.sources]
     frequencies = np.zeros(size)
-    for source in run.data.sources:
-        corpus = Corpus(source.path, seq_len=run.data.seq_len,
+    for path in paths:
+        corpus = Corpus(path, seq_len=run.data.seq_len,
                         cache=Cache(run.data.cache, run.data.cache_gigabytes))
-        stride = max(-(-corpus.num_rows // _STRETCHES), _ROWS_OF_EACH)
-        for first in range(0, corpus.num_rows, stride):
-            for row in range(first, min(first + _ROWS_OF_EACH, corpus.num_rows)):
-                frequencies += np.bincount(np.concatenate(corpus.row(row)), minlength=size)
+        for row in range(0, corpus.num_rows, -(-corpus.num_rows // _ROWS_COUNTED)):
+            frequencies += np.bincount(np.concatenate(corpus.row(row)), minlength=size)
     return frequencies
