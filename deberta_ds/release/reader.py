@@ -50,6 +50,11 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
         said = partial(names.their_name, config=release.main.config)
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
+    rows = {name: network.config.vocab_size for name, network in release.networks().items()}
+    if len(set(rows.values())) > 1:
+        raise UserError(f"{path}: the token embedding has {rows['main']} rows, the generator's "
+                        f"{rows['generator']}; they must be of one model: put the generator that "
+                        "was trained with it in that one's place")
     if tokenizer is not None:
         given = Tokenizer(tokenizer)
         if own := open_tokenizer(release.tokenizer_files):

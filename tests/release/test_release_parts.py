@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from export_cases import make_release
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.release.ours import write_ours
+from deberta_ds.release.reader import read_release
 from deberta_ds.release.release import Network, Release, derive_words
 
 
@@ -24,3 +27,12 @@ def test_a_position_table_is_the_sum_wherever_it_belongs(name):
         main = Network(None, {"positions.delta": delta} | stored)
         derive_words(Release(main, Network(None, {name: base})))
         assert torch.equal(main.tensors[name], base + delta)
+
+
+def test_a_generator_of_another_vocabulary_is_refused(tmp_path):
+    """With another tokenizer a run began with rows of both, as if they were of one model."""
+    release = make_release("v3")
+    release.generator = make_release("mdeberta").generator
+    write_ours(release, tmp_path)
+    with pytest.raises(UserError, match="640 rows, the generator's 1280; they must be of one"):
+        read_release(tmp_path)

@@ -12,10 +12,9 @@ from deberta_ds.config import run_config as config
 from deberta_ds.config.run_config import InitConfig
 from deberta_ds.model.attention import Geometry
 from deberta_ds.objectives.build import build_model
-from deberta_ds.release.initialize import initial_tensors
+from deberta_ds.release.initialize import initial_tensors, reshape
 from deberta_ds.release.ours import release_of_state, write_ours
 from deberta_ds.release.release import build_backbone
-from deberta_ds.release.reshape import reshape
 from deberta_ds.release.shape import complete
 
 LENGTH = 200
