@@ -360,8 +360,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
     _apply_defaults(values, origins, str(path))
     try:
         if complete:  # after the names: it may import torch, to look into a checkpoint
-            raise_problems(str(path), [line for line in problems_of(RunConfig, values)
-                                       if "unknown key" in line or "renamed to" in line])
+            problems = problems_of(RunConfig, values)
+            if any("unknown key" in line or "renamed to" in line for line in problems):
+                raise_problems(str(path), [one for one in problems if ": missing;" not in one])
             complete(values, origins)
         config = validate(RunConfig, values, str(path))
     except ConfigError as error:

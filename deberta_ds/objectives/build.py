@@ -65,7 +65,8 @@ def freeze_problems(run: RunConfig, ds: dict) -> list[str]:
     parts, held = parts_of(names), held_parameters(run, names)
     known = [part for part in parts if "layers." not in part]
     problems = [f"train.freeze: no {label!r} in this model{nearest(label, known)}; there are "
-                f"{', '.join(known)}, and of layers also layers.N and layers.N-M"
+                f"{', '.join(known)}, and of layers 0 to {run.model.num_layers - 1} also "
+                "layers.N and layers.N-M"
                 for label in train.freeze if not parameters_in(parts, label)]
     if len(set.union(*held)) == len(names):
         problems.append("train.freeze names every parameter; leave out a part to be trained")
