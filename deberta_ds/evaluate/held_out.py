@@ -97,8 +97,8 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
     if not total["targets"]:
         raise UserError(f"the {len(rows)} held-out sequences have no masked token; "
-                        "raise objective.mask.rate or train.eval_sequences, or name another corpus as "
-                        "data.heldout")
+                        "raise objective.mask.rate or train.eval_sequences, or name another "
+                        "corpus as data.heldout")
     names = dict.fromkeys(name for _, per_token in parts for name in per_token)
     per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])
             for name in names}
