@@ -48,6 +48,11 @@ def corpora(work: Path, name: str, texts: list[Path], tokenizer: Tokenizer) -> R
         tokenize_corpus(plan_units(list(map(str, inputs)), READ), out, tokenizer, read=READ,
                         clean=CleanOptions(), workers=1)
         pack_corpus(out, tokenizer, LENGTH)
+    return run_of(work, name, tokenizer)
+
+
+def run_of(work: Path, name: str, tokenizer: Tokenizer) -> RunConfig:
+    """Return a run of `tokenizer` on corpora that are there."""
     model = {"vocab_size": padded_rows(tokenizer.size), "hidden_size": 128, "num_layers": 4,
              "num_heads": 4, "intermediate_size": 512, "max_position": LENGTH,
              "position_buckets": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -59,16 +64,18 @@ def corpora(work: Path, name: str, texts: list[Path], tokenizer: Tokenizer) -> R
         "train": {"steps": 1, "global_batch_size": SEQUENCES, "micro_batch_size": SEQUENCES}})
 
 
-def train(run: RunConfig, tensors: dict[str, torch.Tensor], steps: int
+def train(run: RunConfig, tensors: dict[str, torch.Tensor], steps: int, every: int = 10**9
           ) -> tuple[torch.nn.Module, list[float]]:
-    """Return the model after `steps` steps from `tensors`, and its held-out loss before and after.
+    """Return the model after `steps` steps from `tensors`, and its held-out loss before, each
+    `every` steps and after.
     """
     tokenizer, objective = Tokenizer(run.data.tokenizer), run.objective
-    dataset = RowDataset(run.data.sources, tokenizer, seq_len=LENGTH, seed=0, mask=objective.mask)
+    dataset = RowDataset(run.data.sources, tokenizer, seq_len=LENGTH, seed=run.train.seed,
+                         mask=objective.mask)
     held_out = eval_sequences(run.data.heldout, tokenizer, seq_len=LENGTH, mask=objective.mask,
-                              eval_seed=1, num_rows=400)
+                              eval_seed=1, num_rows=128)
     model = build_model(run, tokenizer.size)
-    init_parameters(model, run.model.init_std, seed=0)
+    init_parameters(model, run.model.init_std, seed=run.train.seed)
     model.load_state_dict(tensors, strict=False)
     optimizer = build_optimizer(model, run.optim)
 
@@ -76,7 +83,7 @@ def train(run: RunConfig, tensors: dict[str, torch.Tensor], steps: int
         return evaluate(model, objective_of(run), torch.device("cpu"), {"heldout": held_out},
                         SEQUENCES)["masked_loss"]
 
-    first = loss()
+    losses = [round(loss(), 4)]
     loader = build_loader(dataset, stretches=[Stretch(0, SEQUENCES, steps)], rank=0, world_size=1,
                           micro_batch_size=SEQUENCES, num_workers=0)
     for step, batch in enumerate(loader):
@@ -87,7 +94,9 @@ def train(run: RunConfig, tensors: dict[str, torch.Tensor], steps: int
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return model, [round(first, 4), round(loss(), 4)]
+        if (step + 1) % every == 0 or step + 1 == steps:
+            losses.append(round(loss(), 4))
+    return model, losses
 
 
 def starts() -> dict[str, Callable]:
