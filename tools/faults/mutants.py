@@ -29,7 +29,7 @@ TESTS = {  # file of the package: tests that should notice
     "objectives/mlm.py": ["test_objectives.py", "test_export.py", "test_gradients.py"],
     "objectives/rtd.py": ["test_objectives.py", "test_gradients.py", "test_export.py"],
     "engine/optim.py": ["test_schedule.py"],
-    "train/step.py": ["test_ladder.py", "test_trajectory.py"],
+    "training/step.py": ["test_ladder.py", "test_trajectory.py"],
     "model/heads.py": ["test_objectives.py", "test_export.py"],
     "model/encoder.py": ["test_encoder_parity.py"],
     "model/linear_cross_entropy.py": ["test_linear_cross_entropy.py"],
