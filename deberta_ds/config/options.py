@@ -228,6 +228,13 @@ def problems_of(cls: type, values: dict) -> list[str]:
         return _problems(error, cls)
 
 
+def check_names(cls: type, values: dict, place: str) -> None:
+    """Raise ConfigError if a key is unknown, with all problems but keys that may still come."""
+    problems = problems_of(cls, values)
+    if any("unknown key" in line or "renamed to" in line for line in problems):
+        raise_problems(place, [line for line in problems if ": missing;" not in line])
+
+
 def _validated(cls: type, values: dict) -> Any:
     # JSON mode: strict about types, but arrays become tuples.
     return TypeAdapter(cls).validate_json(json.dumps(values, default=str))

@@ -24,11 +24,10 @@ from deberta_ds.config.options import (
     ConfigError,
     OneOfOrOwn,
     Option,
+    check_names,
     nearest,
     option,
     options_of,
-    problems_of,
-    raise_problems,
     validate,
 )
 from deberta_ds.config.toml_files import apply_built, flatten, read_with_overrides
@@ -360,9 +359,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
     _apply_defaults(values, origins, str(path))
     try:
         if complete:  # after the names: it may import torch, to look into a checkpoint
-            problems = problems_of(RunConfig, values)
-            if any("unknown key" in line or "renamed to" in line for line in problems):
-                raise_problems(str(path), [one for one in problems if ": missing;" not in one])
+            check_names(RunConfig, values, str(path))
             complete(values, origins)
         config = validate(RunConfig, values, str(path))
     except ConfigError as error:
@@ -390,8 +387,7 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
     objective = values.get("objective")
     if not isinstance(objective, dict):  # missing, or what `validate` refuses
         return
-    kind = objective.get("kind")
-    if isinstance(kind, str) and kind in MASK_DEFAULTS:  # what is no string `validate` refuses
+    if isinstance(kind := objective.get("kind"), str) and kind in MASK_DEFAULTS:
         mask = objective.setdefault("mask", {})
         if isinstance(mask, dict):  # if not, `validate` says so
             _merge_under(mask, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")

@@ -55,9 +55,10 @@ class SegmentedTokenizer(Tokenizer):
             kind = type(words).__name__
             raise own_code.OwnCodeError(f"{self._name} returned {kind}; it must return a list of "
                                         "the words of the text, with the white space between them")
-        if "".join(words) != text:
-            place = next((at for at, pair in enumerate(zip("".join(words), text, strict=False))
-                          if pair[0] != pair[1]), min(len("".join(words)), len(text)))
+        joined = "".join(words)
+        if joined != text:
+            place = next((at for at, pair in enumerate(zip(joined, text, strict=False))
+                          if pair[0] != pair[1]), min(len(joined), len(text)))
             raise own_code.OwnCodeError(
                 f"{self._name} changed the text at {text[place:place + 20]!r}; its words must give "
                 "the text when they are joined, white space and all")
