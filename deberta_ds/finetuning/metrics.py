@@ -299,6 +299,9 @@ def _same_in_pairs(task: Task, examples: Examples, predictions: Predictions) -> 
 
     A constant scores 1: read it next to the accuracy. `pair_id` is unique per line and useless.
     """
+    for first, second in zip(examples[0::2], examples[1::2], strict=True):
+        if first.sequences[0][1] != second.sequences[0][1]:
+            raise AssertionError(f"AX-g rows {first.key} and {second.key} are not a pair")
     return np.asarray(predictions[0::2]) == np.asarray(predictions[1::2])
 
 

@@ -198,6 +198,22 @@ def test_originality_equals_a_loop_over_transformers_layers():
                 sum(log_p[start:len(ids) - end]), rel=1e-5, abs=1e-9)
 
 
+def test_a_model_that_knows_word_frequencies_gives_their_sum():
+    model = masked_model()
+    words, masked_lm = model.masked_lm
+    bias = torch.linspace(-3, 3, 640)
+    with torch.no_grad():
+        words.weight.zero_()
+        masked_lm.head.bias.copy_(bias)
+    found = pair_scores.score_pairs(model, PAIRS).scores
+    log_p = bias.double()[: tiny_tokenizer().size].log_softmax(0)
+    for number, pair in enumerate(PAIRS):
+        expected = [float(log_p[tiny_tokenizer().encode(sentence)].sum())
+                    for sentence in (pair.good, pair.bad)]
+        for scorer in ("pll_word", "pll_piece"):
+            assert found[scorer][number] == pytest.approx(expected, rel=1e-6)
+
+
 def constant_discriminator() -> LoadedModel:
     model = discriminator()
     with torch.no_grad():

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from superglue_helpers import ALL_TASKS, sample, tiny_start
+from superglue_helpers import ALL_TASKS, FEW, needs_real, sample, tiny_start
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import features as module
@@ -166,6 +166,31 @@ def test_highlights_at_the_end_are_seen():
     row, _, low, high = feature.spans[-1]
     assert row == len(feature.sequences) - 1 and "Paris" in shown(feature, row, low, high)
     assert "won the cup" in tiny_start().tokenizer.decode(feature.sequences[-1])
+
+
+def test_long_multirc_passages_are_read_in_windows_and_averaged():
+    text, question = "A stone oven keeps its heat. " * 30, "What is kept? Heat"
+    example = Example((0, 0, 0), ((text, question),), 1)
+    (feature,) = encoded("MultiRC", [example], max_length=64, window_overlap=16)
+    assert len(feature.sequences) > 3 and feature.cut_tokens == 0
+    model = model_of("MultiRC")
+    whole = model(collate([feature])).scores
+    parts = [
+        model(collate([dataclasses.replace(feature, sequences=(row,))])).scores
+        for row in feature.sequences
+    ]
+    torch.testing.assert_close(whole, torch.stack(parts).mean(0), rtol=1e-5, atol=1e-6)
+
+
+@needs_real
+@pytest.mark.parametrize("name", ["ReCoRD", "MultiRC"])
+@pytest.mark.parametrize("max_length", [384, 768])
+def test_real_passages_keep_every_mention_and_token(name, max_length):
+    task = task_named(name)
+    examples = read_split(task, FEW, "train", any_size=True).examples
+    for feature in encoded(name, examples, max_length, 32):
+        assert feature.cut_tokens == 0
+        assert {slot for _, slot, _, _ in feature.spans} == set(range(feature.num_slots))
 
 
 @pytest.mark.parametrize("name", ALL_TASKS)

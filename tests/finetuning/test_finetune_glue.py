@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import submission
+from deberta_ds.finetuning import metrics, submission
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.readers import read_split
 from deberta_ds.finetuning.submission import render
-from deberta_ds.finetuning.tasks import GLUE, task_named
+from deberta_ds.finetuning.tasks import ALL_TASKS, GLUE, task_named
 
 # A few rows of each task in the official form (written for this project): file -> lines.
 OFFICIAL = {
@@ -175,6 +175,16 @@ def test_wrong_zips_are_refused(tmp_path):
     with pytest.raises(UserError, match="not a whole zip"):
         submission.check_zip(file, TESTS, suite="GLUE")
     assert not submission._is_label(task_named("STS-B"), "nan")
+
+
+def test_a_task_is_one_row_in_one_file():
+    """Nothing outside tasks.py names a GLUE task, so a new one touches that file alone."""
+    package = Path(metrics.__file__).parent
+    names = [task.name for task in ALL_TASKS if task.hub_repository == "nyu-mll/glue"]
+    for path in package.glob("*.py"):
+        if path.name not in ("tasks.py", "submission.py"):
+            text = path.read_text()
+            assert not [name for name in names if f'"{name}"' in text], path
 
 
 @pytest.mark.slow

@@ -162,13 +162,20 @@ def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
 
 
 @pytest.mark.parametrize(("tags", "spans"), [
+    (["B-PER", "I-PER", "O", "B-LOC"], [("PER", 0, 2), ("LOC", 3, 4)]),
+    (["B-PER", "B-PER"], [("PER", 0, 1), ("PER", 1, 2)]),
+    (["I-PER", "I-LOC"], [("PER", 0, 1), ("LOC", 1, 2)]),  # IOB1, or a slip of IOB2
+    (["B-PER", "I-LOC", "I-LOC"], [("PER", 0, 1), ("LOC", 1, 3)]),
+    (["B-PER", "E-PER", "S-LOC", "S-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
+    (["O", "E-PER", "I-PER"], [("PER", 1, 2), ("PER", 2, 3)]),
     (["NOUN", "NOUN", "O"], [("NOUN", 0, 2)]),
+    (["B-PER", "L-PER", "U-LOC", "U-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
     (["B-PER", "M-PER", "E-PER", "S-LOC"], [("PER", 0, 3), ("LOC", 3, 4)]),  # BMES
     (["B", "I", "I", "B", "O", "I"], [("", 0, 3), ("", 3, 4), ("", 5, 6)]),  # without kinds
     (["B", "M", "E", "S", "S", "O"], [("", 0, 3), ("", 3, 4), ("", 4, 5)]),
     (["O", "O"], []), ([], []),
 ])
-def test_spans_of_bmes_and_of_tags_without_kinds(tags, spans):
+def test_spans_are_those_of_conlleval(tags, spans):
     assert spans_of(tags) == spans
 
 

@@ -1,10 +1,13 @@
 """Metrics: golden values of the official files and the leaderboard's mean."""
 
+import json
+
 import numpy as np
 import pytest
-from superglue_helpers import REAL, needs_real
+from superglue_helpers import FEW, REAL, needs_real, sample
 
 from deberta_ds.finetuning import metrics
+from deberta_ds.finetuning.answer_texts import normalize
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.readers import read_split
 from deberta_ds.finetuning.tasks import TASKS, task_named
@@ -44,6 +47,46 @@ def test_diagnostics_of_a_constant():
         ax_g = read_split(task_named("AX-g"), REAL, "test").examples
         found = metrics.score(task_named("AX-g"), ax_g, [label] * 356)
         assert found == {"gender_parity": 1.0, "accuracy": 0.5}
+
+
+@needs_real
+def test_record_sample_against_the_official_script_written_again():
+    task = task_named("ReCoRD")
+    examples = read_split(task, FEW, "train", any_size=True).examples
+    guesses = [example.names[i % len(example.names)] for i, example in enumerate(examples)]
+    lines = [json.loads(line) for line in (FEW / "ReCoRD" / "train.jsonl").open()]
+    exact = []
+    for line, guess in zip(lines, guesses, strict=True):
+        (qa,) = line["qas"]
+        exact.append(any(a["text"].lower() == guess.lower() for a in qa["answers"]))
+    assert metrics.score(task, examples, guesses)["em"] == pytest.approx(np.mean(exact))
+
+
+def test_a_question_without_a_true_answer_counts_in_em():
+    examples = [Example((0, q, a), (("t", "q"),), label)
+                for q, a, label in ((0, 0, 0), (0, 1, 0), (1, 2, 1), (1, 3, 0))]
+    for guess in ([0, 0, 1, 1], [0, 1, 1, 0]):
+        assert metrics.score(task_named("MultiRC"), examples, guess)["em"] == 0.5
+
+
+def test_record_normalization_order_and_best_gold():
+    assert normalize("The  A.B. \u201cX\u201d, an end") == "ab \u201cx\u201d end"
+    assert normalize("an-other") == "another"  # punctuation goes before articles
+    task = task_named("ReCoRD")
+    example = Example((0, 0), (("t", "q"),), names=("x",), gold=("New York", "the York City"))
+    assert metrics.score(task, [example], ["York"]) == {"f1": pytest.approx(2 / 3), "em": 0.0}
+    assert metrics.score(task, [example], ["a new york"])["em"] == 1.0
+    empty = Example((0, 0), (("t", "q"),), names=("x",), gold=("the",))
+    assert metrics.score(task, [empty], ["a"])["f1"] == 0.0
+
+
+def test_gender_parity_pairs_neighboring_lines():
+    examples = read = sample("AX-g", "test").examples
+    task = task_named("AX-g")
+    found = metrics.score(task, examples, [1, 1, 0, 1, 0, 0])
+    assert found["gender_parity"] == pytest.approx(2 / 3)
+    with pytest.raises(AssertionError, match="not a pair"):
+        metrics.score(task, (read[0], read[2], read[1], read[3]), [1, 1, 1, 1])
 
 
 PUBLISHED = {

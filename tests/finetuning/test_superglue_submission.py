@@ -9,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from superglue_helpers import REAL, SAMPLE, needs_real, sample
 
 from deberta_ds.base.errors import UserError
@@ -163,6 +165,29 @@ def test_damaged_archives_are_refused(tmp_path):
         archive.writestr("RTE.jsonl", texts()["RTE"])
     with pytest.raises(UserError, match="2 times"):
         check_zip(whole, TESTS)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_swapped_dropped_or_doubled_lines_are_refused(tmp_path_factory, data):
+    contents = {f"{name}.jsonl": text for name, text in texts().items()}
+    name = data.draw(st.sampled_from(SUBMITTED_FILES))
+    lines = contents[name].splitlines()
+    kind = data.draw(st.sampled_from(["swap", "drop", "double"]))
+    at = data.draw(st.integers(0, len(lines) - 1))
+    if kind == "swap":
+        other = data.draw(st.integers(0, len(lines) - 1))
+        if other == at:
+            return
+        lines[at], lines[other] = lines[other], lines[at]
+    elif kind == "drop":
+        lines.pop(at)
+    else:
+        lines.insert(at, lines[at])
+    contents[name] = "".join(line + "\n" for line in lines)
+    target = tmp_path_factory.mktemp("zip") / "broken.zip"
+    with pytest.raises(UserError):
+        check_zip(zip_of(contents, target), TESTS)
 
 
 def test_a_partial_zip_must_be_asked_for_by_name(tmp_path):
