@@ -4,8 +4,9 @@ Same random rows, all tokens real, 15 percent masked, dropout 0.1 everywhere. Ou
 mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's model has no decoder
 and computes logits of every position, with AdamW as torch defaults it and, beside it, fused.
 On a CPU where our runs let oneDNN compute fp32 matmuls (`deberta_ds.model.cpu`), fp32 is timed both
-ways, and beside the steps one large product, which a step's FLOP/s are a share of. All keep their
-heap, as our runs do (`deberta_ds.model.cpu`). Writes
+ways, and beside the steps one large product, which a step's FLOP/s are a share of. There the peers
+run in a process of their own, with the heap as transformers leaves it; ours keep it, as our runs do
+(`deberta_ds.model.cpu`), and with --peers-keep-heap so do the peers. Writes
 benchmarks/results/train_step-<objective>-<model>-<device>.json (amx-cpu: a CPU with AMX).
 
   python -m benchmarks.train_step --objective mlm rtd               # CPU, xsmall, one thread
@@ -15,7 +16,10 @@ benchmarks/results/train_step-<objective>-<model>-<device>.json (amx-cpu: a CPU 
 import argparse
 import gc
 import math
+import multiprocessing
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +29,7 @@ from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
 from benchmarks.measure import (
     as_it_is,
     as_torch_comes,
+    cpu_seconds,
     interleaved_minimum,
     named_by_cpu,
     save,
@@ -215,9 +220,23 @@ def measure(options, objective: str, rows: int, length: int) -> dict:
 
 def _measure_group(options, group, arguments: tuple, result: dict) -> None:
     """Build and time some variants, interleaved; what was built is freed when this returns."""
-    steps = {}
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    apart = [name for name in group if name in PEERS and options.device == "cpu"]
+    steps = _build_steps(options, [name for name in group if name not in apart], arguments)
+    with ExitStack() as stack:
+        if apart:
+            steps |= _steps_apart(options, apart, arguments, stack)
+        result["seconds"] |= interleaved_minimum(steps, options.rounds, options.device)
+    if options.device == "cuda":
+        result.setdefault("peak_bytes", {})[group[0]] = torch.cuda.max_memory_allocated()
+    if options.profile and "ours" in group:
+        result["profile"] = {kind: profile(steps[f"ours, {kind}"], options.device)
+                             for kind in kinds_of(options.device)}
+
+
+def _build_steps(options, group: list[str], arguments: tuple) -> dict[str, Callable]:
+    steps = {}
     for name in group:
         torch.manual_seed(0)
         make = {"ours": our_loss, STORED: stored_loss}.get(name, hugging_face_loss)
@@ -229,12 +248,30 @@ def _measure_group(options, group, arguments: tuple, result: dict) -> None:
             steps[f"{name}, {kind}"] = way(step)
             if options.device == "cpu":
                 steps[f"{PRODUCT}, {kind}"] = way(make_product(kind == "bf16"))
-    result["seconds"] |= interleaved_minimum(steps, options.rounds, options.device)
-    if options.device == "cuda":
-        result.setdefault("peak_bytes", {})[group[0]] = torch.cuda.max_memory_allocated()
-    if options.profile and "ours" in group:
-        result["profile"] = {kind: profile(steps[f"ours, {kind}"], options.device)
-                             for kind in kinds_of(options.device)}
+    return steps
+
+
+def _steps_apart(options, names: list[str], arguments: tuple, stack: ExitStack
+                 ) -> dict[str, Callable]:
+    """Return steps that run in a process of their own and return the seconds they took."""
+    start = (options, names, arguments)
+    pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(1, _begin_apart, start))
+    return {f"{name}, {kind}": partial(pool.apply, _seconds_apart, (f"{name}, {kind}",))
+            for name in names for kind in kinds_of(options.device)}
+
+
+_APART: dict[str, Callable] = {}
+
+
+def _begin_apart(options, names: list[str], arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    if options.peers_keep_heap:
+        cpu.keep_heap()
+    _APART.update(_build_steps(options, names, arguments))
+
+
+def _seconds_apart(name: str) -> float:
+    return cpu_seconds(_APART[name])
 
 
 def profile(step, device: str) -> list[dict]:
@@ -296,13 +333,15 @@ def main() -> None:
     parser.add_argument("--generator-layers", type=int, default=0, help="0: half the layers")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--ours-only", action="store_true", help="without the peer")
+    parser.add_argument("--peers-keep-heap", action="store_true",
+                        help="on a CPU: give the peers our setting of malloc")
     parser.add_argument("--stored", action="store_true",
                         help="rtd: also the discriminator alone, with stored replacements")
     parser.add_argument("--profile", action="store_true", help="list the slowest kernels of ours")
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-        cpu.keep_heap()  # as our runs do; the peers have it, too
+        cpu.keep_heap()  # as our runs do
     for objective in options.objective:
         results = []
         for shape in options.shapes:

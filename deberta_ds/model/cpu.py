@@ -22,10 +22,10 @@ _LOG = logging.getLogger("deberta_ds")
 _NEEDED, _HARMFUL = ("avx512_bw", "avx512_dq", "avx512_vl"), "amx_tile"
 # (batch, rows, inner, columns): a weight, a block of attention, a head, odd sizes.
 _TRIED = ((1, 256, 384, 1536), (8, 32, 64, 144), (8, 128, 64, 128), (1, 5, 999, 77))
-# malloc.h's names for mallopt, and the largest value of glibc's own moving threshold.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _LARGEST_BLOCK = -1, -3, 32 << 20
-_NEVER = -1
-_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+# malloc.h's names for mallopt: when to give back memory, and how many blocks to map by themselves.
+_TRIM_THRESHOLD, _MMAP_MAX, _NEVER, _NONE = -1, -4, -1, 0
+_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_",
+                     "GLIBC_TUNABLES")
 
 _chosen = False  # whether this process's precision is our choice
 
@@ -51,8 +51,9 @@ def use_onednn() -> bool:
 def keep_heap() -> bool:
     """Let this process keep the memory of freed tensors; return whether it does.
 
-    glibc gives the top of its heap back to the kernel as tensors are freed, and the next step maps
-    and clears it again: a tenth of a step of an xsmall model. Settings of the user are left alone.
+    glibc gives freed tensors back to the kernel, those above 32 MiB (an embedding's gradient) each
+    by itself, and the next step maps and clears them again: a tenth of a step of an xsmall model.
+    Settings of the user are left alone.
     """
     if any(os.environ.get(name) for name in _MALLOC_VARIABLES):
         return False
@@ -60,7 +61,7 @@ def keep_heap() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another C library
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _NEVER))
+    return bool(mallopt(_MMAP_MAX, _NONE) and mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
 @contextmanager
