@@ -257,7 +257,10 @@ def _problem(item: ErrorDetails, cls: type) -> str:
             return f"{where}: renamed to {section}{dot}{RENAMED[last]}"
         return f"{where}: unknown key{nearest(where, [o.key for o in options_of(cls)])}"
     if item["type"].startswith("missing"):
-        return f"{where}: missing; this key has no default"
+        parts = [(*one.key.rpartition("."), one.required) for one in options_of(cls)]
+        inside = ", ".join(name for table, _, name, needed in parts if needed and table == where)
+        return f"{where}: missing; " + (f"a table [{where}] with at least: {inside}" if inside
+                                        else "this key has no default")
     if item["type"] == "value_error":
         return f"{where}: {item['ctx']['error']}"
     given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"

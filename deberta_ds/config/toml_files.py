@@ -179,4 +179,4 @@ def apply_built(data: dict, origins: dict) -> None:
                           " be left out; or write all three without data.corpus")
     for key in [key for key in built if key not in data]:
         data[key] = built[key]
-        origins[f"data.{key}"] = f"data.corpus {directory}"
+        origins |= dict.fromkeys(flatten({"data": {key: built[key]}}), f"data.corpus {directory}")

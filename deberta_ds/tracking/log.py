@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from deberta_ds.base.command_line import fill
 from deberta_ds.base.errors import UserError, naming, tell
 from deberta_ds.base.numbers import format_count, format_duration, format_value
 from deberta_ds.tracking import records, trackers
@@ -23,6 +24,7 @@ from deberta_ds.tracking.records import METRICS_FILE
 
 HEADER_EVERY_LINES = 20
 WIDTH = 80
+_TIME = 10  # characters of a time and two spaces
 
 _DIM, _BOLD, _GREEN, _RED, _CYAN = "\033[2m", "\033[1m", "\033[32m", "\033[31m", "\033[36m"
 _RESET = "\033[0m"
@@ -102,8 +104,10 @@ class RunLog:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def info(self, text: str) -> None:
-        """Print one line: the time, then `text`."""
+        """Print the time, then `text`: one line in a file, as many as it needs on a terminal."""
         if self._is_main:
+            if self._stream.isatty() and "\n" not in text:
+                text = fill(" " * _TIME + text, WIDTH, _TIME)[_TIME:]
             self._print(self._time() + f"  {text}")
             self._lines_until_header = 0
 

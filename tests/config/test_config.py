@@ -112,6 +112,11 @@ def test_of_many_problems_the_first_hundred_are_told(run_file):
 def test_missing_and_invalid_files(tmp_path):
     with pytest.raises(ConfigError, match="no such run config"):
         run_config.load(tmp_path / "none.toml")
+    (tmp_path / "short.toml").write_text('name = "short"')
+    with pytest.raises(ConfigError) as error:
+        run_config.load(tmp_path / "short.toml")
+    assert "\n  optim: missing; a table [optim] with at least: learning_rate" in str(error.value)
+    assert "\n  out_dir: missing; this key has no default" in str(error.value)
     (tmp_path / "bad.toml").write_text("a = = 3")
     with pytest.raises(ConfigError, match="not valid TOML"):
         run_config.load(tmp_path / "bad.toml")

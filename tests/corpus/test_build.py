@@ -126,7 +126,7 @@ def test_runs_name_the_corpus_by_one_key_or_are_written_for_it(tmp_path, monkeyp
     run, origins = run_config.load(run_file)
     assert [source.path for source in run.data.sources] == ["moved/web/train/web",
                                                             "moved/web/train/lines"]
-    assert origins["data.sources"] == "data.corpus moved/web"
+    assert origins["data.sources"] == origins["data.heldout.web"] == "data.corpus moved/web"
     assert (chosen.sources, chosen.heldout, chosen.tokenizer) == (
         run.data.sources, run.data.heldout, run.data.tokenizer)
     assert run.data.heldout == {name: f"moved/web/heldout/{name}" for name in ("web", "lines")}

@@ -95,6 +95,21 @@ def test_console_fits_in_80_columns_and_is_aligned(tmp_path, kind):
         assert "disc" not in text.lower() and "4.2000" in rows[0]
 
 
+def test_a_long_message_is_one_line_in_a_file_and_several_on_a_terminal(tmp_path):
+    class Terminal(io.StringIO):
+        isatty = staticmethod(lambda: True)
+
+    text, shown = "kernels: " + "attention tiled, " * 9 + "dropout hash", []
+    for stream in (io.StringIO(), Terminal()):
+        make_log(tmp_path, stream=stream).info(text)
+        shown.append(stream.getvalue().splitlines())
+    (line,), lines = shown
+    assert line.endswith(f"  {text}")
+    assert len(lines) > 1 and max(len(one.replace("\033[2m", "").replace("\033[0m", ""))
+                                  for one in lines) <= 80
+    assert all(len(one) - len(one.lstrip()) == 10 for one in lines[1:])
+
+
 def test_flops_stand_in_for_an_unknown_share_of_the_peak(tmp_path):
     stream = io.StringIO()
     make_log(tmp_path, stream=stream, total_steps=50).metrics(train_record(10))
