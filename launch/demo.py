@@ -22,7 +22,7 @@ from deberta_ds.tracking.records import read_metrics
 
 OUT, BEFORE = Path("runs/demo"), Path("runs/demo-before")
 CONFIG = "launch/runs/demo.toml"
-SHORT_STEPS = 60
+SHORT_STEPS = 20
 MOST_RANKS = 2  # the run file's 16 rows a step are two micro-batches of 8
 STOP_SHARE = 0.5  # the first pretraining job stops here, the second one resumes
 

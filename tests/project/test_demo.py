@@ -49,6 +49,6 @@ def test_every_command_of_the_demo_runs(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
     results = {row["stage"]: row["result"] for row in summary}
-    assert results["pretraining"] == "step 30" and results["resume"] == "step 30 to 60"
+    assert results["pretraining"] == "step 10" and results["resume"] == "step 10 to 20"
     assert {"SuperGLUE RTE", "SuperGLUE CB", "export", "minimal pairs"} <= results.keys()
     assert (tmp_path / "runs/demo/report.html").is_file()
