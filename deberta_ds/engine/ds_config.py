@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from deberta_ds.base import command_line
 from deberta_ds.base.errors import refuse_pipe
 from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.numbers import counted
 from deberta_ds.config.options import STRICT, ConfigError, nearest, problems_of, raise_problems
 from deberta_ds.config.run_config import RunConfig
 
@@ -214,7 +215,7 @@ def _what_divides(micro_batch_size: int, rows: int, world_size: int) -> str:
     ranks = next((count for count in range(min(world_size - 1, rows // micro_batch_size), 0, -1)
                   if rows % (count * micro_batch_size) == 0), None)
     smaller = f", or micro_batch_size = {micro}" if micro else ""
-    fewer = f", or {ranks} ranks" if ranks else ""
+    fewer = f", or {counted(ranks, 'rank')}" if ranks else ""
     return f"{' or '.join(totals)} sequences would be{smaller}{fewer}"
 
 
