@@ -58,14 +58,16 @@ def test_interpreter_on_random_packings():
 def test_large_scores_in_fp16_do_not_overflow_into_nan():
     """Finite as long as the scores are, and nowhere worse than Hugging Face's fp16.
 
-    Each term of the bias is rounded, and their sum once more.
+    Each term of the bias is rounded; a sum that is kept for the backward pass, once more.
     """
     *lines, largest = run_worker("large_scores.py", timeout=120)
     for line in lines:
         print(line)
-        assert all(a < 0.85 * b for a, b in zip(line["ours"], line["theirs"], strict=True))
-    context, *gradients = largest["ours"]  # its softmax is one-hot: the gradients vanish
-    assert context < 1e-2 and all(error < 10 for error in gradients)  # NaN is in no range
+        for name, share in (("ours", 0.7), ("kept", 0.85)):
+            assert all(a < share * b for a, b in zip(line[name], line["theirs"], strict=True))
+    for name in ("ours", "kept"):
+        context, *gradients = largest[name]  # its softmax is one-hot: the gradients vanish
+        assert context < 1e-2 and all(error < 10 for error in gradients)  # NaN is in no range
 
 
 @pytest.mark.parametrize(("architecture", "kernels"), [("90", KERNELS), ("80", KERNELS[2:])])

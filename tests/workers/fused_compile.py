@@ -51,8 +51,12 @@ def is_far(length: int) -> bool:
     return make_band(REACH, length).far
 
 
-def compile_kernel(name: str, architecture: int, size: int, length: int, gathered: bool):
-    """Return (tile, compiled kernel) for bf16, both terms, dropout on."""
+def compile_kernel(name: str, architecture: int, size: int, length: int, gathered: bool,
+                   summed: bool):
+    """Return (tile, compiled kernel) for bf16, both terms, dropout on.
+
+    summed: keep the sum of both terms, which is never done for gathered queries.
+    """
     capability, far = (architecture // 10, architecture % 10), is_far(length)
     if name in FLASH:
         tile = ops.choose_tile(capability, size, length, name, gathered, far)
@@ -60,7 +64,7 @@ def compile_kernel(name: str, architecture: int, size: int, length: int, gathere
         tile = ops.choose_product_tile(capability, size, name)
     constants = dict(HAS_C2P=True, HAS_P2C=True, DROPOUT=True, PRECISION="tf32")
     constants |= dict(GATHERED=gathered, FAR=far, D=size, CHUNK=512)
-    constants |= dict(WHOLE=not gathered, SUMMED=not gathered, CONTENT=not gathered, TERM=True)
+    constants |= dict(WHOLE=not gathered, SUMMED=summed, CONTENT=not gathered, TERM=True)
     constants |= dict(BM=tile.block_m, BN=tile.block_n, BR=tile.block_m, BC=tile.block_n)
     signature, attributes, used = {}, {}, {}
     for place, parameter in enumerate(inspect.signature(KERNELS[name].fn).parameters):
@@ -134,6 +138,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 900, 4096])
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--gathered", action="store_true", help="queries at explicit columns")
+    parser.add_argument("--recomputed", action="store_true", help="terms that are not kept")
     options = parser.parse_args()
     right = True
     for size in options.sizes:
@@ -141,7 +146,8 @@ def main() -> None:
             for name in options.kernels:
                 if name == "query" and not is_far(length) and not options.gathered:
                     continue  # never asked for: five products do without it
-                shape = (options.architecture, size, length, options.gathered)
+                summed = not (options.gathered or options.recomputed)
+                shape = (options.architecture, size, length, options.gathered, summed)
                 tile, compiled = compile_kernel(name, *shape)
                 line = {"kernel": name, "size": size, "length": length, "tile": list(tile)}
                 line |= {"gathered": options.gathered, "shared": compiled.metadata.shared}

@@ -143,6 +143,9 @@ def main() -> None:
         line = {"name": name, "dtype": dtype, "errors": relative_errors(result, truth)}
         if name in ("packed", "gathered", "beyond the band in bf16"):  # and with terms kept
             again = run(case, "fused", getattr(torch, dtype), keep_terms=True)
+            if dtype == "bfloat16":  # the kept sum is rounded once more
+                line["errors"] += relative_errors(again, truth)
+                result, again = again, run(case, "fused", torch.bfloat16, keep_terms=True)
             line["repeats"] = all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
         print(json.dumps(line), flush=True)
 

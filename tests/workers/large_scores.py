@@ -1,13 +1,14 @@
 """Fused fp16 attention in Triton's interpreter at scores of standard deviation 1 to 3000.
 
-Prints one JSON line a deviation: relative errors of the context and of every gradient, ours and
-those of Hugging Face's module in fp16, against float64. A process of its own, because
+Prints one JSON line a deviation: relative errors of the context and of every gradient, ours, ours
+with position terms kept, and those of Hugging Face's module in fp16, against float64. A process of its own, because
 TRITON_INTERPRET must be set before Triton is first imported.
 """
 
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -32,14 +33,16 @@ def main() -> None:
                 leaf.copy_(leaf.half())
         truth = run(ours("reference"), problem, torch.float64)
         line = {"deviation": deviation}
-        for name, peer in (("ours", fused), ("theirs", hugging_face)):
+        for name, peer in (("ours", fused), ("kept", partial(fused, keep_terms=True)),
+                           ("theirs", hugging_face)):
             line[name] = relative_errors(run(peer, problem, torch.float16), truth)
         print(json.dumps(line), flush=True)
 
 
-def fused(problem):
+def fused(problem, keep_terms=False):
     segments = torch.ones(1, problem.q_BHLD.shape[2], dtype=torch.int32)
-    return lambda: attend(*problem.leaves, geometry=GEOMETRY, segments=segments, mode="fused")
+    return lambda: attend(*problem.leaves, geometry=GEOMETRY, segments=segments, mode="fused",
+                          keep_terms=keep_terms)
 
 
 def run(peer, problem, dtype: torch.dtype) -> list[torch.Tensor]:

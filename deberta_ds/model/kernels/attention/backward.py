@@ -94,7 +94,7 @@ def query_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, R
             base_j, end_j = band_edges(j0, SPAN, NK)
             bias = near_bias(
                 C2P_BIAS, P2C_BIAS, i, position_i, base, end, j, base_j, end_j, width,
-                HAS_C2P, HAS_P2C, GATHERED, False)
+                HAS_C2P, HAS_P2C, GATHERED, False, False)
             acc, d_scores = _query_step(
                 q, grad, lse, row_dot, K, V, K_SEGMENT, DROPPED, k_n, v_n, i, j, j0, rows, NK,
                 segment_i, bias, scale, keep_scale, acc, HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION)
@@ -227,7 +227,7 @@ def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW
             base_i, end_i = band_edges(position_i, SPAN, NK)
         bias = near_bias(
             C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base, end, width,
-            HAS_C2P, HAS_P2C and not SUMMED, GATHERED, True)
+            HAS_C2P, HAS_P2C and not SUMMED, GATHERED, True, False)
         acc_k, acc_v, d_scores = _key_step(
             k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, DROPPED, q_n, H * D, i, j, j0, rows, NQ,
             segment_j, bias, scale, keep_scale, acc_k, acc_v, HAS_C2P or HAS_P2C, DROPOUT, D,

@@ -175,10 +175,10 @@ def _p2c_tile(BIAS, j, position, base, end, width, GATHERED: tl.constexpr):
 @triton.jit
 def near_bias(C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base_j, end_j, width,
               HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, GATHERED: tl.constexpr,
-              ROWS_ARE_KEYS: tl.constexpr):
+              ROWS_ARE_KEYS: tl.constexpr, ROUNDED: tl.constexpr):
     """Return the sum of the terms that exist, [i, j] or [j, i]; each tile is loaded as stored.
 
-    The sum is rounded to the dtype of the terms, with which it may be kept.
+    ROUNDED: to the dtype of the terms, for a sum that is kept; otherwise a sum is fp32.
     """
     if HAS_C2P:
         c2p = _c2p_tile(C2P_BIAS, i, j, base_i, end_i, width, GATHERED)
@@ -189,7 +189,12 @@ def near_bias(C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base_j, end_j
         p2c = _p2c_tile(P2C_BIAS, j, position_i, base_j, end_j, width, GATHERED)
         if not ROWS_ARE_KEYS:
             p2c = tl.trans(p2c)
-        bias = c2p + p2c if HAS_C2P else p2c
+        if HAS_C2P:
+            if not ROUNDED:
+                c2p = c2p.to(tl.float32)
+            bias = c2p + p2c
+        else:
+            bias = p2c
     if not (HAS_C2P or HAS_P2C):
         bias = 0.0
     return bias

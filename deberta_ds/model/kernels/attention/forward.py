@@ -94,7 +94,7 @@ def forward_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE, 
         base_j, end_j = band_edges(j0, SPAN, NK)
         bias = near_bias(
             C2P_BIAS, P2C_BIAS, i, position_i, base, end, j, base_j, end_j, width,
-            HAS_C2P, HAS_P2C, GATHERED, False)
+            HAS_C2P, HAS_P2C, GATHERED, False, SUMMED)
         if SUMMED:  # the sum takes the place of its first term, which nobody reads again
             tl.store(C2P_BIAS + (i[:, None] * width + (j - base)[None, :]), bias)
         m_i, l_i, acc = _step(
