@@ -13,13 +13,15 @@
 #     -d WHEELS hjson==3.1.0 orjson==3.13.0 typing-extensions==4.16.0
 #   DS_BUILD_OPS=0 pip wheel --no-deps -w WHEELS deepspeed==0.19.8
 #
-# The corpus is the docstrings of the Python installation, packed into rows of 512. Results go to
+# The corpus is the docstrings of the Python installation, packed into rows of 512; one that is in
+# $WORK/corpus (by default runs/gpu_train/corpus) is taken as it is. Results go to
 # benchmarks/results/gpu_train-cuda*, and after each part to $OUT; DRY_RUN=1 prints the parts.
 set -uo pipefail
 source "$(dirname "$0")/gpu_parts.sh"
 use_wheels "$@"
 
 work=${WORK:-runs/gpu_train}
+corpus=$work/corpus
 results=benchmarks/results
 if [ -n "${TRY:-}" ]; then
   ds=ds_configs/zero1_fp32.json device=${DEVICE:-cpu}
@@ -29,29 +31,33 @@ if [ -n "${TRY:-}" ]; then
   [ "$device" = cpu ] && export DS_ACCELERATOR=cpu
 else
   ds=ds_configs/zero1_bf16.json device=cuda
-  model=()
+  model=(--model.vocab_size=128128)  # of the published models: the loss is a tenth of the step
   rows=(--train.global_batch_size=128 --train.micro_batch_size=64)
 fi
 run=(--config launch/runs/v3_base.toml
-  "--data.sources=[{path = \"$work/train\"}]" "--data.heldout=$work/heldout"
-  "--data.tokenizer=$work/spm.model" --optim.warmup_steps=10 --train.steps=30
+  "--data.sources=[{path = \"$corpus/train\"}]" "--data.heldout=$corpus/heldout"
+  "--data.tokenizer=$corpus/spm.model" --optim.warmup_steps=10 --train.steps=30
   --train.save_every=15 --train.log_every=1 --train.eval_every=30 --train.eval_sequences=16
   "${model[@]}" "${rows[@]}")
 settings=("${run[@]}" --deepspeed_config "$ds")
 
 prepare() {
-  rm -rf "$work" && mkdir -p "$work" &&
-    "$python" data_prep/docstrings.py --out "$work/text" &&
-    "$python" data_prep/train_tokenizer.py "$work/text/train.jsonl" --out "$work/spm.model" \
+  mkdir -p "$work" && find "$work" -mindepth 1 -maxdepth 1 ! -name corpus -exec rm -rf {} + || return
+  [ -e "$corpus/packed" ] && return  # made by an earlier call, or brought along
+  rm -rf "$corpus" && mkdir "$corpus" &&
+    "$python" data_prep/docstrings.py --out "$corpus/text" &&
+    "$python" data_prep/train_tokenizer.py "$corpus/text/train.jsonl" --out "$corpus/spm.model" \
       --vocab_size 8000 --threads 8 &&
-    "$python" data_prep/tokenize_corpus.py "$work/text/train.jsonl" --out "$work/train" \
-      --tokenizer "$work/spm.model" &&
-    "$python" data_prep/tokenize_corpus.py "$work/text/heldout.jsonl" --out "$work/heldout" \
-      --tokenizer "$work/spm.model" &&
-    "$python" data_prep/pack.py "$work/train" "$work/heldout" --tokenizer "$work/spm.model" --seq_len 512
+    "$python" data_prep/tokenize_corpus.py "$corpus/text/train.jsonl" --out "$corpus/train" \
+      --tokenizer "$corpus/spm.model" &&
+    "$python" data_prep/tokenize_corpus.py "$corpus/text/heldout.jsonl" --out "$corpus/heldout" \
+      --tokenizer "$corpus/spm.model" &&
+    "$python" data_prep/pack.py "$corpus/train" "$corpus/heldout" --tokenizer "$corpus/spm.model" \
+      --seq_len 512 &&
+    touch "$corpus/packed"
 }
 export -f prepare
-export work python
+export work corpus python
 
 part 55 "rows of docstrings" bash -c prepare
 [ ${#failed[@]} -eq 0 ] || finish  # nothing else has a corpus then

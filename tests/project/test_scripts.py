@@ -146,8 +146,8 @@ def test_help_of_a_command_does_not_wait_for_torch():
 
 
 # The scripts for a GPU, as far as they go without one: limits, files, options, run settings.
-GPU_SCRIPTS = (("gpu_all.sh", "1"), ("gpu_all.sh", "2"), ("gpu_train.sh", "1"),
-               ("gpu_train.sh", "2"))
+GPU_SCRIPTS = (("gpu_first.sh", "1"), ("gpu_first.sh", "2"), ("gpu_all.sh", "1"),
+               ("gpu_all.sh", "2"), ("gpu_train.sh", "1"), ("gpu_train.sh", "2"))
 NINE_MINUTES = 540
 _PART = re.compile(r"(?P<seconds>\d+) s at most: (?P<name>.*?): (?P<command>(python3|env|bash) .*)")
 

@@ -1,8 +1,8 @@
 """Fused fp16 attention in Triton's interpreter at scores of standard deviation 1 to 3000.
 
 Prints one JSON line a deviation: relative errors of the context and of every gradient, ours, ours
-with position terms kept, and those of Hugging Face's module in fp16, against float64. A process of its own, because
-TRITON_INTERPRET must be set before Triton is first imported.
+with position terms kept, and those of Hugging Face's module in fp16, against float64. A process of
+its own, because TRITON_INTERPRET must be set before Triton is first imported.
 """
 
 import json
