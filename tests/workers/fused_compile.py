@@ -150,7 +150,8 @@ def main() -> None:
                 shape = (options.architecture, size, length, options.gathered, summed)
                 tile, compiled = compile_kernel(name, *shape)
                 line = {"kernel": name, "size": size, "length": length, "tile": list(tile)}
-                line |= {"gathered": options.gathered, "shared": compiled.metadata.shared}
+                line |= {"gathered": options.gathered, "kept": summed}
+                line["shared"] = compiled.metadata.shared
                 line |= inspect_machine_code(compiled.asm["cubin"])
                 line["faults"] = faults(line, options.architecture)
                 right = right and not line["faults"]
