@@ -1,62 +1,104 @@
 """How many tokens a transplanted vocabulary needs, next to a random token embedding. CPU.
 
-    python -m benchmarks.studies.vocabulary_tokens --texts DIR --work DIR            # the source
-    python -m benchmarks.studies.vocabulary_tokens --texts DIR --work DIR --seed 0   # also 1, 2
+    python -m benchmarks.studies.vocabulary_tokens --texts NOVELS --work DIR          # the source
+    python -m benchmarks.studies.vocabulary_tokens --texts NOVELS --work DIR --seed 0   # also 1, 2
     python -m benchmarks.studies.vocabulary_tokens --work DIR --out FILE.json
 
-A small masked LM is trained with a unigram tokenizer on novels. A byte-level BPE made of other
-novels then takes over, on those, at a constant learning rate. transferred: as `[init] from` does;
-random: the token embedding and its biases are random; scratch: all is. The last command reads the
-curves: after how many steps `transferred` has the losses that the others have later.
+A small model is trained with a unigram tokenizer on novels. A byte-level BPE then takes over, at a
+constant learning rate: one made of other novels, on those, or with `--others DIR` of the texts
+there. transferred: as `[init] from` does; random: the token embedding and its biases are random;
+scratch: all is. `--kind rtd` does the same with a generator and a discriminator (GDES). The last
+command reads all curves: after how many tokens `transferred` has the losses that the others have
+later.
+
+The discriminators of all starts are scored on the same samples: those of the generator of
+`transferred` before its first step.
 """
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from scipy import stats
 
 from benchmarks.studies import vocabulary_transfer as study
 from deberta_ds.base.files import write_atomic
 from deberta_ds.config.run_config import InitConfig, RunConfig
 from deberta_ds.corpus.documents import plan_units
 from deberta_ds.corpus.train_tokenizer import train_fast, train_tokenizer
+from deberta_ds.objectives.build import build_model
 from deberta_ds.release import vocabulary
 from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import release_of_state, write_ours
 from deberta_ds.tokenizer import Tokenizer
 
-SOURCE_STEPS, STEPS, EVERY, NOVELS = 1500, 200, 20, 10
+SOURCE_STEPS, STEPS = {"mlm": 1500, "rtd": 700}, {"mlm": 200, "rtd": 120}
+EVERY, NOVELS, HELD_OUT_SEQUENCES = 20, 10, 64
 AT = (60, 120, 200)  # steps of the others, whose losses `transferred` has to reach
+LOSSES = {"mlm": ("masked_loss",), "rtd": ("generator_loss", "discriminator_loss")}
+RECIPE = {"pieces": study.PIECES, "sample_bytes": 1 << 22, "read": study.READ}
+DELTA = "discriminator.words.weight"
 
 
-def source(texts: list[Path], others: list[Path], work: Path) -> None:
-    """Train the source, and the tokenizer that takes over."""
-    recipe = {"pieces": study.PIECES, "sample_bytes": 1 << 22, "read": study.READ}
-    units, other_units = (plan_units(list(map(str, files[:-2])), study.READ)
-                          for files in (texts, others))
-    unigram = train_tokenizer(units, work / "unigram.model", **recipe)
-    bpe = train_fast(other_units, work / "byte_bpe-tokenizer", kind="byte_bpe", **recipe)
-    study.corpora(work, "byte_bpe", others, bpe)
-    run = study.corpora(work, "unigram", texts, unigram)
-    model, losses = study.train(run, {}, SOURCE_STEPS)
-    print("source", losses, flush=True)
-    write_ours(release_of_state(model.state_dict(), run), work / "source")
-    (work / "source/spm.model").write_bytes(unigram.path.read_bytes())
+def source(kind: str, texts: list[Path], work: Path) -> None:
+    """Train the source."""
+    units = plan_units(list(map(str, texts[:-study.HELD_OUT])), study.READ)
+    unigram = train_tokenizer(units, work / "unigram.model", **RECIPE)
+    run = study.corpora(work, "source", texts, unigram, kind)
+    model, losses = study.train(run, {}, SOURCE_STEPS[kind], names=LOSSES[kind])
+    print("source", kind, losses, flush=True)
+    write_ours(release_of_state(model.state_dict(), run), work / kind)
+    (work / kind / "spm.model").write_bytes(unigram.path.read_bytes())
 
 
-def curves(run: RunConfig, source_directory: Path) -> dict[str, list[float]]:
-    """Return {start: held-out loss each EVERY steps with the second tokenizer}."""
-    found, points = {}, study.starts()
-    for start in ("transferred", "random"):
+def second_run(kind: str, others: list[Path], work: Path, seed: int) -> RunConfig:
+    """Return the run of the tokenizer that takes over, made of these texts if it is not there."""
+    name = others[0].parent.name
+    path = work / f"{name}-tokenizer"
+    if path.exists():
+        run = study.run_of(work, name, Tokenizer(path), kind)
+    else:
+        units = plan_units(list(map(str, others[:-study.HELD_OUT])), study.READ)
+        bpe = train_fast(units, path, kind="byte_bpe", **RECIPE)
+        run = study.corpora(work, name, others, bpe, kind)
+    return replace(run, out_dir=str(work / f"out-{kind}-{name}-{seed}"),
+                   train=replace(run.train, seed=seed),
+                   optim=replace(run.optim, schedule="constant"))
+
+
+def scorer(run: RunConfig, judge: dict[str, torch.Tensor]) -> Callable:
+    """Return what scores a model, its discriminator on the samples of the generator of `judge`."""
+    own_scores = study.scorer(run, HELD_OUT_SEQUENCES)
+
+    def scores(model: torch.nn.Module) -> dict[str, float]:
+        found, state = own_scores(model), model.state_dict()
+        if DELTA in state:
+            delta = state["words.weight"] + state[DELTA] - judge["words.weight"]
+            judged = build_model(run, Tokenizer(run.data.tokenizer).size)
+            judged.load_state_dict({name: value if name.startswith("discriminator.") else
+                                    judge[name] for name, value in state.items()} | {DELTA: delta})
+            found["discriminator_loss"] = own_scores(judged)["discriminator_loss"]
+        return found
+
+    return scores
+
+
+def curves(run: RunConfig, source_directory: Path) -> dict[str, dict[str, list[float]]]:
+    """Return {start: {loss: held-out values each EVERY steps with the second tokenizer}}."""
+    found, points, starts, kind = {}, study.starts(), {"scratch": {}}, run.objective.kind
+    for start in ("random", "transferred"):
         vocabulary.starting_points = points[start]
-        tensors, notes = initial_tensors(replace(run, init=InitConfig(
+        starts[start], notes = initial_tensors(replace(run, init=InitConfig(
             source=str(source_directory))))
-        found[start] = study.train(run, tensors, STEPS, EVERY)[1]
-        print(run.train.seed, start, found[start], notes[1], flush=True)
-    found["scratch"] = study.train(run, {}, STEPS, EVERY)[1]
-    print(run.train.seed, "scratch", found["scratch"], flush=True)
+    print(notes[1], flush=True)
+    scores = scorer(run, starts["transferred"])
+    for start, tensors in starts.items():
+        found[start] = study.train(run, tensors, STEPS[kind], EVERY, LOSSES[kind], scores)[1]
+        print(run.train.seed, start, found[start], flush=True)
     return found
 
 
@@ -66,39 +108,60 @@ def steps_to(losses: list[float], wanted: float) -> float | None:
         if loss <= wanted:
             before = losses[number - 1] if number else loss
             part = (before - wanted) / (before - loss) if before > loss else 0.0
-            return EVERY * (max(0, number - 1) + part)
+            return round(EVERY * (max(0, number - 1) + part), 1)
     return None
+
+
+def with_interval(values: list[float]) -> list[float]:
+    """Return the mean over the seeds and half its 95 % interval (Student's t)."""
+    half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+    return [round(float(np.mean(values)), 4), round(float(half), 4)]
+
+
+def summary(by_seed: list[dict]) -> dict:
+    """Return the curves of one case, and what they say of the tokens that are saved."""
+    found: dict[str, object] = {"held_out": by_seed}
+    for loss, curve in by_seed[0]["random"].items():
+        at = [step for step in AT if step // EVERY < len(curve)]
+        found[loss] = {
+            "mean_and_half_interval": {start: {f"{step} steps": with_interval(
+                [one[start][loss][step // EVERY] for one in by_seed]) for step in (0, *at)}
+                for start in by_seed[0]},
+            "steps_of_transferred_to_the_loss_of": {other: {f"{step} steps": [steps_to(
+                one["transferred"][loss], one[other][loss][step // EVERY]) for one in by_seed]
+                for step in at} for other in ("random", "scratch")}}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--texts", type=Path)
+    parser.add_argument("--others", type=Path)
+    parser.add_argument("--kind", choices=LOSSES, default="mlm")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--out")
     options = parser.parse_args()
-    work = options.work
+    work, kind = options.work, options.kind
     if options.out:
-        by_seed = [json.loads(path.read_text()) for path in sorted(work.glob("curves-*.json"))]
-        needed = {other: {f"{at} steps": [steps_to(one["transferred"], one[other][at // EVERY])
-                                          for one in by_seed] for at in AT}
-                  for other in ("random", "scratch")}
+        cases: dict[str, list] = {}
+        for path in sorted(work.glob("curves-*.json")):
+            cases.setdefault(path.stem.split("-", 1)[1].rsplit("-", 1)[0], []).append(
+                json.loads(path.read_text()))
         write_atomic(options.out, json.dumps(
             {"torch": torch.__version__, "source_steps": SOURCE_STEPS,
-             "tokens_per_step": study.SEQUENCES * study.LENGTH, "loss_every_steps": EVERY,
-             "held_out_loss": by_seed, "steps_of_transferred_to_the_loss_of": needed},
+             "tokens_per_step": study.SEQUENCES * study.LENGTH, "scored_every_steps": EVERY,
+             "cases": {name: summary(by_seed) for name, by_seed in cases.items()}},
             indent=1) + "\n")
         return
-    texts = sorted(options.texts.glob("*.txt"))
-    texts, others = texts[:NOVELS], texts[NOVELS:2 * NOVELS]
+    novels = sorted(options.texts.glob("*.txt"))
+    others = sorted(options.others.glob("*.*")) if options.others else novels[NOVELS:2 * NOVELS]
     if options.seed is None:
-        source(texts, others, work)
+        source(kind, novels[:NOVELS], work)
         return
-    run = study.run_of(work, "byte_bpe", Tokenizer(work / "byte_bpe-tokenizer"))
-    run = replace(run, out_dir=str(work / f"out-{options.seed}"),
-                  train=replace(run.train, seed=options.seed),
-                  optim=replace(run.optim, schedule="constant"))
-    write_atomic(work / f"curves-{options.seed}.json", json.dumps(curves(run, work / "source")))
+    run = second_run(kind, others, work, options.seed)
+    write_atomic(work / f"curves-{kind}-{others[0].parent.name}-{options.seed}.json",
+                 json.dumps(curves(run, work / kind)))
 
 
 if __name__ == "__main__":

@@ -41,51 +41,54 @@ LENGTH, SEQUENCES, PIECES, LEARNED, HELD_OUT = 128, 16, 4000, 500, 2
 READ = ReadOptions()
 
 
-def corpora(work: Path, name: str, texts: list[Path], tokenizer: Tokenizer) -> RunConfig:
+def corpora(work: Path, name: str, texts: list[Path], tokenizer: Tokenizer, kind: str = "mlm"
+            ) -> RunConfig:
     """Return a run of `tokenizer` on the texts, of which the last are held out."""
     for part, inputs in (("train", texts[:-HELD_OUT]), ("heldout", texts[-HELD_OUT:])):
         out = work / name / part
         tokenize_corpus(plan_units(list(map(str, inputs)), READ), out, tokenizer, read=READ,
                         clean=CleanOptions(), workers=1)
         pack_corpus(out, tokenizer, LENGTH)
-    return run_of(work, name, tokenizer)
+    return run_of(work, name, tokenizer, kind)
 
 
-def run_of(work: Path, name: str, tokenizer: Tokenizer) -> RunConfig:
+def run_of(work: Path, name: str, tokenizer: Tokenizer, kind: str = "mlm") -> RunConfig:
     """Return a run of `tokenizer` on corpora that are there."""
     model = {"vocab_size": padded_rows(tokenizer.size), "hidden_size": 128, "num_layers": 4,
              "num_heads": 4, "intermediate_size": 512, "max_position": LENGTH,
              "position_buckets": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     return from_dict({
-        "name": name, "out_dir": str(work / name), "model": model, "objective": {"kind": "mlm"},
+        "name": name, "out_dir": str(work / name), "model": model, "objective": {"kind": kind},
         "data": {"sources": [{"path": str(work / name / "train")}], "seq_len": LENGTH,
                  "heldout": str(work / name / "heldout"), "tokenizer": str(tokenizer.path)},
         "optim": {"learning_rate": 1e-3, "warmup_steps": 10},
         "train": {"steps": 1, "global_batch_size": SEQUENCES, "micro_batch_size": SEQUENCES}})
 
 
-def train(run: RunConfig, tensors: dict[str, torch.Tensor], steps: int, every: int = 10**9
-          ) -> tuple[torch.nn.Module, list[float]]:
-    """Return the model after `steps` steps from `tensors`, and its held-out loss before, each
-    `every` steps and after.
+def scorer(run: RunConfig, num_rows: int = 128) -> Callable[[torch.nn.Module], dict[str, float]]:
+    """Return what gives a model's scores on fixed sequences of the run's held-out corpus."""
+    rows = eval_sequences(run.data.heldout, Tokenizer(run.data.tokenizer), seq_len=LENGTH,
+                          mask=run.objective.mask, eval_seed=1, num_rows=num_rows)
+    return lambda model: evaluate(model, objective_of(run), torch.device("cpu"),
+                                  {"heldout": rows}, SEQUENCES)
+
+
+def train(run: RunConfig, tensors: dict[str, torch.Tensor], steps: int, every: int = 10**9,
+          names: tuple[str, ...] = ("masked_loss",), scores: Callable | None = None
+          ) -> tuple[torch.nn.Module, dict[str, list[float]]]:
+    """Return the model after `steps` steps from `tensors`, and its held-out scores of these names
+    before, each `every` steps and after.
     """
-    tokenizer, objective = Tokenizer(run.data.tokenizer), run.objective
+    tokenizer, scores = Tokenizer(run.data.tokenizer), scores or scorer(run)
     dataset = RowDataset(run.data.sources, tokenizer, seq_len=LENGTH, seed=run.train.seed,
-                         mask=objective.mask)
-    held_out = eval_sequences(run.data.heldout, tokenizer, seq_len=LENGTH, mask=objective.mask,
-                              eval_seed=1, num_rows=128)
+                         mask=run.objective.mask)
     model = build_model(run, tokenizer.size)
     init_parameters(model, run.model.init_std, seed=run.train.seed)
     model.load_state_dict(tensors, strict=False)
     optimizer = build_optimizer(model, run.optim)
-
-    def loss() -> float:
-        return evaluate(model, objective_of(run), torch.device("cpu"), {"heldout": held_out},
-                        SEQUENCES)["masked_loss"]
-
-    losses = [round(loss(), 4)]
     loader = build_loader(dataset, stretches=[Stretch(0, SEQUENCES, steps)], rank=0, world_size=1,
                           micro_batch_size=SEQUENCES, num_workers=0)
+    points = [scores(model)]
     for step, batch in enumerate(loader):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, steps)
@@ -95,8 +98,8 @@ def train(run: RunConfig, tensors: dict[str, torch.Tensor], steps: int, every: i
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % every == 0 or step + 1 == steps:
-            losses.append(round(loss(), 4))
-    return model, losses
+            points.append(scores(model))
+    return model, {name: [round(point[name], 4) for point in points] for name in names}
 
 
 def starts() -> dict[str, Callable]:
@@ -135,14 +138,14 @@ def main() -> None:
                                         sample_texts(units, 1 << 22, READ))[0]}
     others |= {kind: train_fast(units, work / f"{kind}-tokenizer", kind=kind, **recipe)
                for kind in ("byte_bpe", "wordpiece")}
-    found, compared = {"unigram": {"base": losses}}, starts()
+    found, compared = {"unigram": {"base": losses["masked_loss"]}}, starts()
     for name, tokenizer in others.items():
         run, found[name] = corpora(work, name, texts, tokenizer), {}
         for start, points in compared.items():
             vocabulary.starting_points = points
             tensors, notes = initial_tensors(replace(run, init=InitConfig(
                 source=str(work / "source"))))
-            found[name][start] = train(run, tensors, options.more_steps)[1]
+            found[name][start] = train(run, tensors, options.more_steps)[1]["masked_loss"]
             print(name, start, found[name][start], notes[1], flush=True)
     write_atomic(options.out, json.dumps({"torch": torch.__version__, "steps": options.steps,
                                           "more_steps": options.more_steps,
