@@ -76,7 +76,8 @@ def _fitting_words(run: RunConfig, network: Network, place: str) -> Tensor:
     words = network.tensors["words.weight"]
     wanted = (run.model.vocab_size, run.model.hidden_size)
     if tuple(words.shape) != wanted:
-        raise UserError(f"{place}: token embedding {tuple(words.shape)}, but the run has {wanted}")
+        raise UserError(f"{place}: token embedding {tuple(words.shape)}, but the run has {wanted}; "
+                        f"set model.vocab_size = {len(words)}, model.hidden_size = {words.size(1)}")
     return words
 
 
@@ -99,8 +100,8 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
         head = objective.HEADS["main"]
         if generator and not (main.has(head) or run.init.layers):
             generator = reshape(generator, run.model, (), place, release.notes)
-            main = main if _differences(run.model, generator.config) else generator
-        _check_fit(run.model, main.config, place, "model")
+            main = main if shape_differences(run.model, generator.config) else generator
+        _check_main(run.model, main.config, place)
         return {"main": main}
     if generator is None:
         raise UserError(f"{place}: has no generator, so replaced-token detection cannot go on from "
@@ -109,8 +110,8 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
                         "docs/how-to/adapt-a-public-model.md)")
     generator = reshape(generator, encoders["generator"], run.init.generator_layers,
                         f"init.generator_layers: {generator_place}", release.notes)
-    _check_fit(run.model, main.config, place, "model")
-    _check_fit(encoders["generator"], generator.config, generator_place, "generator")
+    _check_main(run.model, main.config, place)
+    _check_generator(encoders["generator"], generator.config, generator_place)
     return {"main": main, "generator": generator}
 
 
@@ -122,7 +123,8 @@ def _random_parts(network: Network, head: str) -> list[str]:
     return [f"WARNING: no {part} in the source; it starts at random" for part in missing]
 
 
-def _differences(run: ModelConfig, source: ModelConfig) -> list[str]:
+def shape_differences(run: ModelConfig, source: ModelConfig) -> list[str]:
+    """Return "key = value (source: value)" for what makes other tensors of a model."""
     ours, theirs = (asdict(without_unused(one)) for one in (run, source))
     for values in (ours, theirs):
         values["max_relative"] = max(values["max_relative"], 0) or values["max_position"]
@@ -131,10 +133,23 @@ def _differences(run: ModelConfig, source: ModelConfig) -> list[str]:
             if name not in _FREE_FIELDS and ours[name] != theirs[name]]
 
 
-def _check_fit(run: ModelConfig, source: ModelConfig, place: str, part: str) -> None:
-    if differences := _differences(run, source):
-        raise UserError(f"{place}: does not fit the run's {part}: {'; '.join(differences)}; set "
+def _check_main(run: ModelConfig, source: ModelConfig, place: str) -> None:
+    if differences := shape_differences(run, source):
+        raise UserError(f"{place}: does not fit the run's model: {'; '.join(differences)}; set "
                         "these as the source has them")
+
+
+def _check_generator(run: ModelConfig, source: ModelConfig, place: str) -> None:
+    differences = shape_differences(run, source)
+    others = {text.split()[0] for text in differences} - {"num_layers"}
+    remedy = "name one of the discriminator's shape as init.generator; only its depth is free"
+    if not others:
+        remedy = f"set objective.generator_layers = {source.num_layers}"
+    elif others == {"vocab_size"}:
+        remedy = "put the files of the tokenizer that it was trained with into its directory"
+    if differences:
+        raise UserError(f"{place}: does not fit the run's generator: {'; '.join(differences)}; "
+                        + remedy)
 
 
 def reshape(network: Network, wanted: ModelConfig, layers: Sequence[int], place: str,
@@ -173,7 +188,8 @@ def _with_layers(network: Network, wanted: ModelConfig, layers: Sequence[int], p
         raise UserError(f"{place} has no layer {max(layers)}; its layers are 0 to {last}")
     if len(layers) != wanted.num_layers:
         raise UserError(f"{place}: {len(layers)} layers for the {wanted.num_layers} of the run; "
-                        "list as many, or leave the run's number of layers out")
+                        "list as many, or set model.num_layers (of a generator "
+                        f"objective.generator_layers) to {len(layers)}")
     if config.conv_kernel and layers[0]:
         raise UserError(f"{place} has a convolution next to its layer 0; begin the list with 0")
     if network.has_masked_lm and not config.absolute_input and layers[-1] != last:

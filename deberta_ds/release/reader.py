@@ -76,8 +76,8 @@ def check_table(tokenizer: Tokenizer, release: Release, place: str | Path) -> No
     rows = release.main.config.vocab_size
     if tokenizer.size > rows:
         raise UserError(f"{place}: the tokenizer {tokenizer.path} has {tokenizer.size} ids, but "
-                        f"the token embedding only {rows} rows; it is another model's, or tokens "
-                        "were added to it after training")
+                        f"the token embedding only {rows} rows; put the one that it was trained "
+                        "with there. To add tokens, give the longer one to a run with [init] from")
 
 
 def read_shapes(source: str | Path) -> dict[str, ModelConfig]:

@@ -38,26 +38,30 @@ def read_in_vocabulary(run: RunConfig, source: str) -> Release:
     """Return the release at `source` with a row for each token of the run's tokenizer; its notes
     say what was done, OUT/vocabulary.json how each token begins.
     """
-    release = read_release(source)
+    release, rows = read_release(source), run.model.vocab_size
     own, theirs = Tokenizer(run.data.tokenizer), open_tokenizer(release.tokenizer_files)
-    if theirs is None or theirs.sha256 == own.sha256:
-        return release
-    if has_same_tokens(own, theirs):
-        texts = list(SENTENCES)
-        if theirs.encode_batch(texts) != own.encode_batch(texts):
-            release.notes.append(f"WARNING: {run.data.tokenizer} has the tokens of the source's "
-                                 "tokenizer, but cuts texts otherwise: its normalizer, merges or "
-                                 "scores are others")
+    if theirs is None:
         return release
     check_table(theirs, release, source)
+    is_same, texts = has_same_tokens(own, theirs), list(SENTENCES)
+    if is_same and theirs.encode_batch(texts) != own.encode_batch(texts):
+        release.notes.append(f"WARNING: {run.data.tokenizer} has the tokens of the source's "
+                             "tokenizer, but cuts texts otherwise: its normalizer, merges or "
+                             "scores are others")
+    before = release.main.config.vocab_size
+    if is_same and rows == before:
+        return release
     parts, kinds = starting_points(own, theirs)
+    starts = list(zip(own.pieces(range(own.size)), map(theirs.pieces, parts), strict=True))
+    if is_same:  # rows of no token stay too
+        parts = [[number] for number in range(min(rows, before))]
     for network in release.networks().values():
-        _change_vocabulary(network, parts, run.model.vocab_size, theirs.size, run.train.seed)
+        _change_vocabulary(network, parts, rows, theirs.size, run.train.seed)
     if release.generator and "words.delta" in release.main.tensors:
         del release.main.tensors["words.weight"]
         derive_words(release)  # to the bit the generator's + delta
-    starts = list(zip(own.pieces(range(own.size)), map(theirs.pieces, parts), strict=True))
-    release.notes.append(_report(run, source, starts, kinds))
+    release.notes.append(f"token embedding of {source}: {before:,} rows -> {rows:,}; its tokens "
+                         "stay" if is_same else _report(run, source, starts, kinds))
     return release
 
 

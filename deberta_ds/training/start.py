@@ -20,7 +20,8 @@ from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.state import check_restorable
 from deberta_ds.objectives.base import MINIMAL_PAIRS, own_metrics
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.release.initialize import initial_tensors
+from deberta_ds.release.initialize import initial_tensors, shape_differences
+from deberta_ds.release.vocabulary import has_other_tokens
 from deberta_ds.tracking import trackers
 from deberta_ds.tracking.log import RunLog
 from deberta_ds.training.check import changed_values
@@ -88,21 +89,30 @@ def _take_moments(run: RunConfig, model_engine) -> Path:
     def opened() -> Path:
         try:
             path = find.newest(run.init.source)
-            optimizer = read_run_record(path).config["optim"]["name"]
+            saved = read_run_record(path).run(path)
         except CheckpointError as error:
             raise CheckpointError(f"init.moments = true needs a checkpoint of this project, with "
                                   f"its optimizer's state: {error}; or leave init.moments out"
                                   ) from None
-        if optimizer != run.optim.name:
+        if saved.optim.name != run.optim.name:
             raise CheckpointError(f"init.moments = true: {path} has the state of optim.name = "
-                                  f"{optimizer!r}, the run has {run.optim.name!r}; set it as "
-                                  "there, or leave init.moments out")
+                                  f"{saved.optim.name!r}, the run has {run.optim.name!r}; set it "
+                                  "as there, or leave init.moments out")
+        others = shape_differences(run.model, saved.model)
+        if has_other_tokens(run.init.source, run.data.tokenizer):
+            others.append(f"data.tokenizer = {run.data.tokenizer} (source: other tokens)")
+        if others:  # the tensors of the source would take the place of what [init] made of them
+            raise CheckpointError(f"init.moments = true: {path} is of another model: "
+                                  f"{'; '.join(others)}; leave init.moments out")
         return path
 
     path = dist.broadcast_object(dist.together(opened))  # a run that goes on may have saved since
     if problems := find.problems_of(path):
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}")
-    find.load(model_engine, path, is_other_run=True)
+    try:
+        find.load(model_engine, path, is_other_run=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"init.moments = true: {error}; leave init.moments out") from None
     return path
 
 

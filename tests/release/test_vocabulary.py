@@ -7,18 +7,24 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from data_helpers import make_corpus
-from export_cases import make_release, run_config
+from data_helpers import make_corpus, random_documents, tokenizer_path
+from export_cases import make_release, random_state, run_config
+from launching import deepspeed_json
 from tokenizer_cases import directory_of
 from transformers import AutoTokenizer
 
+import deberta_ds
 from deberta_ds.base.errors import UserError
+from deberta_ds.checkpoint.find import load_whole_state, path_of
 from deberta_ds.config.run_config import InitConfig, SourceConfig
+from deberta_ds.config.toml_files import as_toml
 from deberta_ds.corpus.extend_tokenizer import extend_tokenizer
-from deberta_ds.release.convert import write_microsoft
+from deberta_ds.objectives.build import build_model, held_parameters
+from deberta_ds.release.convert import convert, write_microsoft
 from deberta_ds.release.hf import write_hugging_face
 from deberta_ds.release.initialize import initial_tensors
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.ours import release_of_state, write_ours
+from deberta_ds.release.reader import read_release
 from deberta_ds.release.shape import complete, padded_rows
 from deberta_ds.release.vocabulary import starting_points
 from deberta_ds.tokenizer import Tokenizer
@@ -68,11 +74,8 @@ def test_every_table_by_id_follows_the_tokenizer(tmp_path, to, sharing, tokenize
     objective = {"kind": "mlm"} if sharing == "mlm" else {"embedding_sharing": sharing}
     release = make_release("v3", **objective)
     WRITERS[to](release, tmp_path / "source")
-    theirs, path = Tokenizer(release.tokenizer_files["spm.model"]), tmp_path / "grown"
-    if tokenizer == "grown":
-        extend_tokenizer(theirs.path, path, ["<drug>"], 5, ["an electrocardiogram " * 9])
-    else:
-        path = directory_of(tokenizer)
+    theirs = Tokenizer(release.tokenizer_files["spm.model"])
+    path = grown(tmp_path) if tokenizer == "grown" else directory_of(tokenizer)
     own = Tokenizer(path)
     tensors, notes, report = started(tmp_path, tmp_path / "source", path, **objective)
     again, _, _ = started(tmp_path, tmp_path / "source", path, **objective)
@@ -103,6 +106,51 @@ def test_every_table_by_id_follows_the_tokenizer(tmp_path, to, sharing, tokenize
     assert f"{report['shared']['tokens']} tokens shared" in warning
     assert sum(report[name]["share_of_text"] for name in ("shared", "composed", "random")) \
         == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(("to", "sharing", "tokenizer", "zero"), [
+    ("hf", "gdes", "grown", 3), ("ms", "es", "roberta", 1), ("ours", "nes", "bert_cased", 1),
+    ("hf", "mlm", "unigram", 1)])
+def test_all_changes_at_once(tmp_path, process_group, to, sharing, tokenizer, zero):
+    """Other tokens, longer, fewer layers, a part frozen: trained, resumed, exported."""
+    kind = {"kind": "mlm"} if sharing == "mlm" else {"kind": "rtd", "embedding_sharing": sharing}
+    WRITERS[to](make_release("v3", **kind), tmp_path / "source")
+    path = grown(tmp_path) if tokenizer == "grown" else directory_of(tokenizer)
+    own = Tokenizer(path)
+    make_corpus(tmp_path / "train", [own.encode(f"{text} an electrocardiogram <drug>")
+                                     for text in random_documents(20)], own)
+    lists = {"layers": [0, 1, 3]} | ({} if sharing == "mlm" else {"generator_layers": [1, 0, 1]})
+    run = {"name": "all", "objective": kind, "model": {"max_position": 128, "position_buckets": 32},
+           "init": {"from": str(tmp_path / "source")} | lists,
+           "data": {"sources": [{"path": str(tmp_path / "train")}], "workers": 0, "seq_len": 64,
+                    "tokenizer": str(path)},
+           "optim": {"learning_rate": 0.01, "warmup_steps": 0},
+           "train": {"steps": 2, "global_batch_size": 2, "micro_batch_size": 2, "save_every": 1,
+                     "freeze": ["embeddings", "layers.0"]}}
+    file, out = tmp_path / "run.toml", tmp_path / "out"
+    file.write_text("\n".join(f"{key} = {as_toml(value)}" for key, value in run.items()))
+    ds = deepspeed_json(tmp_path / "zero.json", zero)
+    deberta_ds.train(file, {"out_dir": str(out)}, deepspeed_config=ds)
+    state, trained = load_whole_state(out)
+    deberta_ds.train(file, {"out_dir": str(tmp_path / "again")}, deepspeed_config=ds,
+                     resume=str(path_of(out, 1)))
+    again, _ = load_whole_state(tmp_path / "again")
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    first, _ = initial_tensors(trained)
+    assert held_parameters(trained, state)[0] == {
+        name for name in state if torch.equal(state[name], first[name].float())}
+    convert(out, tmp_path / "hf", "hf")  # compares AutoModel and AutoTokenizer with ours
+    main = read_release(tmp_path / "hf").main
+    assert (main.config.max_position, main.config.num_layers) == (128, 3)
+    if sharing == "gdes":
+        assert torch.equal(main.tensors["words.weight"],
+                           state["words.weight"] + state["discriminator.words.weight"])
+
+
+def grown(tmp_path):
+    extend_tokenizer(tokenizer_path(), tmp_path / "grown", ["<drug>"], 5,
+                     ["an electrocardiogram " * 9])
+    return tmp_path / "grown"
 
 
 def test_tokens_that_transformers_added_to_an_export_are_read(tmp_path):
@@ -137,6 +185,37 @@ def test_the_shape_follows_a_tokenizer_of_other_tokens(tmp_path):
         complete(values, origins)
         assert values["model"]["vocab_size"] == rows
         assert ("with the tokens of" in origins["model.vocab_size"]) == (tokenizer == path)
+
+
+def test_a_named_generator_of_another_vocabulary_and_shape(tmp_path):
+    """It was to be set as the source has it, which has no generator."""
+    release, run = make_release("v3"), run_config("v3")
+    release.generator = None
+    del release.main.tensors["words.delta"]
+    write_ours(release, tmp_path / "source")
+
+    def started_with(run, name="generator", layers=2, **shape):
+        first = dataclasses.replace(run_config("v3", "mlm"), model=dataclasses.replace(
+            run.model, num_layers=layers, **shape))
+        state = random_state(build_model(first))
+        if not (tmp_path / name).exists():
+            write_ours(release_of_state(state, first), tmp_path / name)
+        return state, initial_tensors(dataclasses.replace(run, init=InitConfig(
+            source=str(tmp_path / "source"), generator=str(tmp_path / name))))[0]
+
+    with pytest.raises(UserError, match=r"640 \(source: 704\); put the files of the tokenizer"):
+        started_with(run, vocab_size=704)
+    shutil.copy(tokenizer_path(), tmp_path / "generator/spm.model")
+    state, tensors = started_with(run, vocab_size=704)
+    assert torch.equal(tensors["words.weight"], state["words.weight"][:640])
+    used = slice(Tokenizer(tokenizer_path()).size)
+    torch.testing.assert_close(
+        (tensors["words.weight"] + tensors["discriminator.words.weight"])[used],
+        release.main.tensors["words.weight"][used], rtol=0, atol=1e-7)
+    with pytest.raises(UserError, match="set objective.generator_layers = 3"):
+        started_with(run, "deeper", layers=3)
+    with pytest.raises(UserError, match="name one of the discriminator's shape"):
+        started_with(run, "wider", hidden_size=64)
 
 
 def test_a_source_whose_tokenizer_has_ids_beyond_its_table_is_refused(tmp_path):

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from data_helpers import make_corpus
 from launching import make_run
+from tokenizer_cases import directory_of
 
 import deberta_ds
 from deberta_ds.base.errors import UserError
@@ -15,6 +17,7 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.state import layout_of
+from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.setup import batches_of
 from deberta_ds.training.start import start
 from deberta_ds.training.step import train_step
@@ -60,21 +63,29 @@ def test_the_next_step_is_that_of_the_uninterrupted_run_bit_for_bit(trunk, tmp_p
     assert {key: float(value) for key, value in steps.items()} == {"step": 3.0}
 
 
-@pytest.mark.parametrize("line, message", [
-    ('--optim.name="adam_uncorrected"', "has the state of optim.name = '(adamw|muon)', the run has "
+@pytest.mark.parametrize("key, value, message", [
+    ("optim.name", "adam_uncorrected", "has the state of optim.name = '(adamw|muon)', the run has "
      "'adam_uncorrected'; set it as there"),
-    ('--init.from="{root}/exported"', "needs a checkpoint of this project, with its optimizer's "
+    ("init.from", "{root}/exported", "needs a checkpoint of this project, with its optimizer's "
      "state: .*exported: no checkpoint.*or leave init.moments out"),
-    ('--init.from="{root}/damaged"', "not a whole checkpoint|damaged")])
-def test_a_source_without_the_state_is_refused(trunk, tmp_path, line, message):
+    ("init.from", "{root}/damaged", "not a whole checkpoint|damaged"),
+    ("model.position_buckets", 512, "of another model: position_buckets = 512 .source: 256.; leave "
+     "init.moments out"),
+    ("data.tokenizer", "{root}/roberta", "another model: data.tokenizer = .* .source: other tok")])
+def test_a_source_without_the_state_is_refused(trunk, tmp_path, key, value, message):
+    """A tokenizer of as many rows once got the rows of the source's tokens."""
     root = trunk.parent
     if not (root / "damaged").exists():
         deberta_ds.export(root / "out", root / "exported")
         shutil.copytree(find.newest(root / "out"), root / "damaged")
         (root / "damaged/layout.json").write_text("{}")
-    lines = [f'--out_dir="{tmp_path}/new"', f'--init.from="{root}/out"', "--init.moments=true",
-             line.format(root=root)]
-    keys = {text[2:].partition("=")[0]: text.partition("=")[2] for text in lines}
-    values = {key: True if value == "true" else value.strip('"') for key, value in keys.items()}
+        shutil.copytree(directory_of("roberta"), root / "roberta")
+        own = Tokenizer(root / "roberta")
+        make_corpus(root / "roberta_corpus", [own.encode("A quick brown fox.")] * 99, own)
+    values = {"out_dir": str(tmp_path / "new"), "init.from": str(root / "out"),
+              "init.moments": True, key: value.format(root=root) if key != "model.position_buckets"
+              else value}
+    if key == "data.tokenizer":
+        values |= {"data.sources": [{"path": str(root / "roberta_corpus")}], "data.heldout": ""}
     with pytest.raises(UserError, match=message):
         deberta_ds.train(trunk, values)
