@@ -173,8 +173,8 @@ def derive_words(release: Release) -> None:
         parts = [tensor for tensor in (base, delta, whole) if tensor is not None]
         if len({tensor.shape for tensor in parts}) > 1:
             raise UserError(f"the {place}, the generator's and their difference (`_weight`) have "
-                            f"the shapes {', '.join(str(list(t.shape)) for t in parts)}; put "
-                            "the generator there that was trained with it")
+                            f"the shapes {', '.join(str(list(t.shape)) for t in parts)}; they must "
+                            "be of one model: put the generator there that was trained with it")
         merged = (base.float() + delta.float()).to(delta.dtype)
         if whole is None:
             release.notes.append(f"derived: {place} = generator's + delta")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deberta_ds.base.errors import listed
+from deberta_ds.base.errors import UserError, listed
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.checkpoint.save import set_aside
@@ -19,7 +19,7 @@ from deberta_ds.engine import engine
 from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.state import check_restorable
 from deberta_ds.objectives.base import MINIMAL_PAIRS, own_metrics
-from deberta_ds.objectives.build import objective_of
+from deberta_ds.objectives.build import held_parameters, objective_of
 from deberta_ds.release.initialize import initial_tensors, shape_differences
 from deberta_ds.release.vocabulary import has_other_tokens
 from deberta_ds.tracking import trackers
@@ -101,6 +101,9 @@ def _take_moments(run: RunConfig, model_engine) -> Path:
         others = shape_differences(run.model, saved.model)
         if has_other_tokens(run.init.source, run.data.tokenizer):
             others.append(f"data.tokenizer = {run.data.tokenizer} (source: other tokens)")
+        names = [name for name, _ in model_engine.module.named_parameters()]
+        if held_parameters(saved, names)[0] - held_parameters(run, names)[0]:
+            others.append("train.freeze (source: more is frozen, and has no state)")
         if others:  # the tensors of the source would take the place of what [init] made of them
             raise CheckpointError(f"init.moments = true: {path} is of another model: "
                                   f"{'; '.join(others)}; leave init.moments out")
@@ -111,7 +114,7 @@ def _take_moments(run: RunConfig, model_engine) -> Path:
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}")
     try:
         find.load(model_engine, path, is_other_run=True)
-    except CheckpointError as error:
+    except UserError as error:
         raise CheckpointError(f"init.moments = true: {error}; leave init.moments out") from None
     return path
 

@@ -69,8 +69,9 @@ def test_the_next_step_is_that_of_the_uninterrupted_run_bit_for_bit(trunk, tmp_p
     ("init.from", "{root}/exported", "needs a checkpoint of this project, with its optimizer's "
      "state: .*exported: no checkpoint.*or leave init.moments out"),
     ("init.from", "{root}/damaged", "not a whole checkpoint|damaged"),
-    ("model.position_buckets", 512, "of another model: position_buckets = 512 .source: 256.; leave "
+    ("model.position_buckets", "64", "of another model: position_buckets = 64 .source: 16.; leave "
      "init.moments out"),
+    ("objective.kind", "mlm", "its parameters are not the model's: .*; leave init.moments out"),
     ("data.tokenizer", "{root}/roberta", "another model: data.tokenizer = .* .source: other tok")])
 def test_a_source_without_the_state_is_refused(trunk, tmp_path, key, value, message):
     """A tokenizer of as many rows once got the rows of the source's tokens."""
@@ -83,8 +84,7 @@ def test_a_source_without_the_state_is_refused(trunk, tmp_path, key, value, mess
         own = Tokenizer(root / "roberta")
         make_corpus(root / "roberta_corpus", [own.encode("A quick brown fox.")] * 99, own)
     values = {"out_dir": str(tmp_path / "new"), "init.from": str(root / "out"),
-              "init.moments": True, key: value.format(root=root) if key != "model.position_buckets"
-              else value}
+              "init.moments": True, key: int(value) if value.isdigit() else value.format(root=root)}
     if key == "data.tokenizer":
         values |= {"data.sources": [{"path": str(root / "roberta_corpus")}], "data.heldout": ""}
     with pytest.raises(UserError, match=message):
