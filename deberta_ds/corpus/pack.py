@@ -1,14 +1,14 @@
 """Plan the rows of a tokenized corpus for one sequence length: one unit per shard."""
 
-import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from deberta_ds.base.errors import UserError, tell
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import xxh3
 from deberta_ds.corpus.origins import DIRECTORY, Origins
-from deberta_ds.corpus.units import Part, job, run_units
+from deberta_ds.corpus.units import Part, begin_again, job, run_units
 from deberta_ds.data.corpus import Corpus, open_shard
 from deberta_ds.data.shards import (
     MANIFEST,
@@ -40,9 +40,13 @@ def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, worke
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
     directory = rows_directory(corpus, seq_len)
     description = plan_description(content_hash, seq_len)
-    if (directory / MANIFEST).exists() and read_rows_manifest(directory)[0].corpus != content_hash:
-        tell(f"note: {directory}: packs an earlier state of the corpus; done again")
-        shutil.rmtree(directory)
+
+    def is_stale() -> bool:
+        with suppress(UserError):  # there is no plan; one that is damaged is named at the end
+            return read_rows_manifest(directory)[0].corpus != content_hash
+        return False
+
+    begin_again(directory, description, finished=MANIFEST, part=part, is_stale=is_stale)
     with job(directory, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             word_starts = tokenizer.stored_word_starts()
@@ -55,6 +59,9 @@ def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, worke
                 return None
             hard_cuts = sum(result.pop("hard_cuts") for result in results)
             shards = tuple(RowShardInfo(**result) for result in results)
+            for path in directory.glob("*.npy"):
+                if path.name.partition(".")[0] not in units:  # of an earlier state of the corpus
+                    path.unlink()
             rows = RowsManifest(seq_len, PACKER_VERSION, content_hash, hard_cuts, shards)
             write_manifest(directory, rows)
     return read_rows_manifest(directory)[0]

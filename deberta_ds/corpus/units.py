@@ -120,6 +120,23 @@ def _renew(directory: Path, home: Path, units: Units, finished: str) -> None:
             path.unlink()
 
 
+def begin_again(directory: Path, description: dict, *, finished: str, part: Part,
+                is_stale: Callable[[], bool]) -> None:
+    """Make a directory ready for a job that is finished there for something else, and say so."""
+    while is_stale():
+        try:
+            with _locked(directory, LOCK, shared=False):
+                if is_stale():  # still, now that no other command can do it
+                    tell(f"note: {directory}: of an earlier state of its input; done again")
+                    write_plan(directory, description)
+                    shutil.rmtree(directory / MARKERS, ignore_errors=True)
+                    (directory / finished).unlink()
+        except AtWorkError:
+            if not part:
+                raise
+            time.sleep(0.1)  # another part does it
+
+
 def write_plan(directory: Path, description: dict) -> None:
     """Say in a directory what job its files are of."""
     write_atomic(directory / PLAN, _plan_text(description))

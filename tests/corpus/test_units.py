@@ -11,7 +11,7 @@ import time
 import tracemalloc
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from deberta_ds.base.files import atomic_path
 from deberta_ds.corpus import units
 from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import plan_units
+from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.corpus.units import _drive, job, no_space_as_user_error, run_units
 from deberta_ds.data import shards
@@ -70,6 +71,43 @@ def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
     shutil.rmtree(out)
     tokenize(text_file, out)
     assert not (out / ".lock").exists()
+
+
+def test_two_at_once_over_an_earlier_plan_do_not_take_each_others_files(tmp_path, monkeypatch):
+    """The second removed the directory in which the first was at work, as a plan of before."""
+    inputs, out = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"], tmp_path / "out"
+    rows, locked, done = out / "rows-64", units._locked, {}
+
+    def pack_after(*, files: int):
+        planned = plan_units(list(map(str, inputs[:files])), READ, inputs[0].stat().st_size)
+        tokenize_corpus(planned, out, tiny_tokenizer(), read=READ, clean=CleanOptions())
+        return lambda part=None: pack_corpus(out, tiny_tokenizer(), 64, part=part)
+
+    for path in inputs:
+        write_json_lines(path, [*random_documents(50), path.name])
+    pack_after(files=2)()
+    before, pack = tree(rows), pack_after(files=1)
+    with ExitStack() as first:
+        first.enter_context(locked(rows, ".lock", shared=False))
+        with pytest.raises(UserError, match=r"another command is at work here \(pid \d+ on"):
+            pack()
+        assert tree(rows) == before and len(before) == 5
+        monkeypatch.setattr(units.time, "sleep", lambda seconds: first.close())
+        assert pack((1, 2)) is None  # a part waits for the one that makes it ready
+    pack()
+    assert len(tree(rows)) == 3  # nothing of the shard that is no more
+    pack = pack_after(files=2)
+
+    def late(*arguments, **options):  # the first does all of it after the second has looked
+        monkeypatch.setattr(units, "_locked", locked)
+        pack()
+        done.update((path, path.stat().st_mtime_ns) for path in rows.iterdir())
+        return locked(*arguments, **options)
+
+    monkeypatch.setattr(units, "_locked", late)
+    pack()
+    assert tree(rows) == before
+    assert done == {path: path.stat().st_mtime_ns for path in rows.iterdir()}
 
 
 def test_a_first_try_that_ended_on_an_error_does_not_block_a_second(tmp_path):
