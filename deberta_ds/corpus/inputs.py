@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import zstandard
 
@@ -41,24 +42,9 @@ def open_seekable(path: str):
 
 def _open_remote(url: str):
     system, path = file_system(url)
-    if url.startswith("http"):  # not every server gives a part of a file
-        return io.BufferedReader(_Streamed(system.open(path, "rb", block_size=0)), _REMOTE_BYTES)
-    return io.BufferedReader(_RemoteFile(system, path, url), _REMOTE_BYTES)
-
-
-class _Streamed(io.RawIOBase):
-    """A remote file that is read from its front to its end."""
-
-    def __init__(self, file):
-        self._file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    is_web = url.startswith("http")  # not every server gives a part of a file
+    return io.BufferedReader((_Streamed if is_web else _RemoteFile)(system, path, url),
+                             _REMOTE_BYTES)
 
 
 class _RemoteFile(io.RawIOBase):
@@ -91,6 +77,52 @@ class _RemoteFile(io.RawIOBase):
         buffer[: len(data)] = data
         self._position = end
         return len(data)
+
+
+class _Streamed(_RemoteFile):
+    """A remote file read from its front to its end. Where a connection breaks, the server is asked
+    for the rest; what one without parts sends again is passed over.
+    """
+
+    _answer: Any = None
+    _version: tuple | None = None
+
+    def seekable(self) -> bool:
+        return False
+
+    def readinto(self, buffer) -> int:
+        if self._position >= self._size:
+            return 0
+        data = tried(lambda: self._next(len(buffer)), f"{self._url}, byte {self._position}", bool)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def _next(self, count: int) -> bytes:
+        try:
+            if self._answer is None:
+                self._ask()
+            if data := self._answer.read(count):
+                return data
+            raise EOFError(f"it ends before byte {self._size}")
+        except Exception:
+            if self._answer is not None:
+                self._answer.close()
+            self._answer = None
+            raise
+
+    def _ask(self) -> None:
+        headers = {"Accept-Encoding": "identity"}
+        if self._position:
+            headers["Range"] = f"bytes={self._position}-"
+        self._answer = self._system.open(self._path, "rb", block_size=0, size=self._size,
+                                         headers=headers)
+        version = tuple(map(self._answer.r.headers.get, ("ETag", "Last-Modified")))
+        if version != (self._version or version):
+            raise UserError(f"{self._url}: changed while this command read it; run it again")
+        left, self._version = self._position * (self._answer.r.status != 206), version
+        while left and (data := self._answer.read(min(left, _REMOTE_BYTES))):
+            left -= len(data)
 
 
 def _open_lz4(raw, path: str):

@@ -59,7 +59,13 @@ def file_system(url: str):
     has a client (AWS_ENDPOINT_URL names another server than Amazon's).
     """
     try:
-        system, path = fsspec.core.url_to_fs(url)
+        options: dict[str, Any] = {}
+        if url.startswith("http"):  # whose client allows five minutes for all of a file
+            from aiohttp import ClientTimeout
+
+            options["client_kwargs"] = {
+                "timeout": ClientTimeout(total=None, sock_connect=60, sock_read=60)}
+        system, path = fsspec.core.url_to_fs(url, **options)
         return _Files() if type(system) is LocalFileSystem else system, path
     except ImportError as error:
         if url.startswith("s3://"):
