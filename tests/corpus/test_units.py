@@ -24,6 +24,7 @@ from data_helpers import (
     tree,
     write_json_lines,
 )
+from launching import ROOT
 from tqdm import tqdm
 
 from deberta_ds.base.errors import UserError, still_at_work
@@ -248,3 +249,14 @@ def test_a_full_disk_is_an_error_with_its_number(monkeypatch, tmp_path):
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(UserError, match="no space left"), no_space_as_user_error(tmp_path):
         raise caught.value
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_array_of_slurm_jobs_may_begin_at_0(first):
+    environment = {f"SLURM_{name}": str(value) for name, value in {
+        "CPUS_PER_TASK": 2, "ARRAY_TASK_ID": first + 2, "ARRAY_TASK_MIN": first,
+        "ARRAY_TASK_MAX": first + 3}.items()}
+    command = ["bash", ROOT / "launch/cluster/data_prep.sbatch", "build.py", "--recipe", "c.toml"]
+    said = subprocess.run(command, env=os.environ | environment | {"PYTHON": "echo"}, text=True,
+                          capture_output=True, check=True).stdout
+    assert said == "data_prep/build.py --recipe c.toml --workers 2 --part 3/4\n"
