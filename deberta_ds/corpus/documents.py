@@ -190,7 +190,7 @@ def _whole_inputs(name: str, options: ReadOptions, skipped: list[str]
         kind = input_kind(path)
         if kind is None and path == name:
             raise UserError(f"{path}: unknown kind of file; known are {_KNOWN}, each also with "
-                            f"{' '.join(COMPRESSED_SUFFIXES)}")
+                            f"{' '.join(COMPRESSED_SUFFIXES)}; rename plain text, convert others")
         if kind is None:
             skipped.append(path)
         else:
@@ -287,6 +287,7 @@ def input_kind(path: str) -> str | None:
     stem, suffix = os.path.splitext(path)
     if suffix in COMPRESSED_SUFFIXES:
         suffix = os.path.splitext(stem)[1]
+    suffix = suffix.lower()
     for kind, suffixes in (("text", TEXT_SUFFIXES), ("warc", WARC_SUFFIXES)):
         if suffix in suffixes:
             return kind

@@ -219,7 +219,7 @@ _FRAMES = {".gz": _GzipFrame, ".zst": _zstd_frame,
 def is_json_list(path: str) -> bool:
     """Return whether a .json file is one list over all of the file, not a value per line."""
     stem, suffix = os.path.splitext(path)
-    if (os.path.splitext(stem)[1] if suffix in COMPRESSED_SUFFIXES else suffix) != ".json":
+    if (os.path.splitext(stem)[1] if suffix in COMPRESSED_SUFFIXES else suffix).lower() != ".json":
         return False
     with open_bytes(path) as file:
         return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["

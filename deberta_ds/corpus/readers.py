@@ -223,7 +223,7 @@ def _json_document(
         except (ValueError, RecursionError) as error:
             problem = f"not JSON ({error})"
             if where == 0 and line.strip() == b"{":
-                problem = "a JSON value over many lines; each line must be an object of its own"
+                problem = "a JSON value over many lines, not one on each; jq -c writes it so"
     return Document(text, path, where, "json", label, problem, name)
 
 
@@ -271,6 +271,8 @@ def _fields_of(record, label: str, options: ReadOptions) -> tuple[str, str, str,
     text = _value(record, options.text_key) if isinstance(record, dict) else None
     if isinstance(text, list) and text and all(isinstance(part, str) for part in text):
         text = "\n\n".join(text)  # paragraphs
+    if isinstance(text, bytes):  # as some programs write strings to parquet
+        text = text.decode("utf-8", "surrogateescape")
     if not isinstance(text, str):
         return "", _why_no_text(record, options), label, ""
     if options.label_key:
@@ -303,7 +305,9 @@ def _why_no_text(record, options: ReadOptions) -> str:
     if not isinstance(record, dict):
         return f"a JSON {type(record).__name__}, not an object"
     value = _value(record, options.text_key)
-    if options.text_key in record or value is not None:
+    if isinstance(value, dict):
+        record = [f"{options.text_key}.{key}" for key in value]
+    elif options.text_key in record or value is not None:
         kind = "null" if value is None else type(value).__name__
         return f"no string under {options.text_key!r} but {kind}"
     found = ", ".join(map(str, record)) or "nothing"

@@ -160,7 +160,7 @@ def check_columns(wanted: Iterable[str], available: Sequence[str], path: str) ->
     """UserError if a column is not among those `available`, or more than once."""
     for name in wanted:
         if name not in available:
-            raise UserError(f"{path}: no column {name!r} (found: {', '.join(available)})")
+            raise UserError(f"{path}: no column {name!r}; name one of {', '.join(available)}")
         if available.count(name) > 1:
             raise UserError(f"{path}: more than one column {name!r}; rename the others")
 

@@ -365,6 +365,11 @@ def test_lists_of_json_nested_keys_paragraphs_and_old_line_ends(tmp_path):
         assert [document.text for document in documents] == ["a", "b\n\nc", ""]
         assert len(problems) == 1 and "no string under 'meta.text'" in problems[0]
     assert texts_of([tmp_path / "c.parquet"], text_key="meta.text") == ["a"]
+    assert problems_of(tmp_path / "b.jsonl", text_key="meta")[0][0].endswith(
+        "no string under 'meta' (found: meta.text); see --text_key")
+    rows = pyarrow.array([b"bytes", b"\xff"], pyarrow.binary())  # as Spark may write strings
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "E.PARQUET")
+    assert texts_of([tmp_path / "E.PARQUET"]) == ["bytes", "\udcff"]  # which is a bad document
     for end in ("\r", "\r\n", "\n"):
         (tmp_path / "d.txt").write_bytes(f"one{end}two{end}{end}three".encode())
         assert texts_of([tmp_path / "d.txt"], documents="line") == ["one", "two", "", "three"]
