@@ -80,10 +80,10 @@ def open_corpus(directory: str, heldout: str | None, tokenizer: str | None) -> T
     is_built = (Path(directory) / BUILT).exists()
     data = read_built(directory) if is_built else {"sources": [{"path": directory}]}
     data |= {key: path for key, path in (("heldout", heldout), ("tokenizer", tokenizer)) if path}
+    train = [read_manifest(source["path"])[0] for source in data["sources"]]
     for key in ("heldout", "tokenizer"):
         if not data.get(key):
             raise UserError(f"{directory}: no {BUILT} in it names its {key}; give --{key} PATH")
-    train = [read_manifest(source["path"])[0] for source in data["sources"]]
     held_out = [read_manifest(path)[0] for path in _heldout(data)]
     text = Text(data, sum(one.tokens for one in train), min(one.tokens for one in held_out),
                 train[0].vocab_size, [])
