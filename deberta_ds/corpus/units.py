@@ -328,16 +328,13 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-class no_space_as_user_error:  # noqa: N801 (reads as a phrase)
+@contextmanager
+def no_space_as_user_error(directory: Path) -> Iterator[None]:
     """Context: a full disk or quota inside becomes one UserError."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"{self._directory}: no space left on the device; free some and run "
-                            "the same command again, finished units are kept") from error
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"{directory}: no space left on the device; free some and run the same "
+                            "command again, finished units are kept") from error
+        raise
