@@ -146,9 +146,8 @@ def whole_inputs(inputs: list[str], options: ReadOptions, unit_bytes: int = 0
                 ) -> list[tuple[Extent, int]]:
     """Return (all of an input, its size) for each; errors and notes as of `plan_units`."""
     if unit_bytes < 0 or options.max_document_bytes < 1:
-        raise UserError(f"--unit_bytes {unit_bytes} and --max_document_bytes "
-                        f"{options.max_document_bytes}: sizes must be positive (unit_bytes 0: "
-                        "chosen)")
+        raise UserError(f"--unit_bytes {unit_bytes} (0: chosen) and --max_document_bytes "
+                        f"{options.max_document_bytes}: sizes must be positive")
     skipped: list[str] = []
     given = [list(_whole_inputs(name, options, skipped)) for name in inputs]
     extents = list(itertools.chain.from_iterable(given))
@@ -287,11 +286,10 @@ def input_kind(path: str) -> str | None:
     stem, suffix = os.path.splitext(path)
     if suffix in COMPRESSED_SUFFIXES:
         suffix = os.path.splitext(stem)[1]
-    suffix = suffix.lower()
     for kind, suffixes in (("text", TEXT_SUFFIXES), ("warc", WARC_SUFFIXES)):
-        if suffix in suffixes:
+        if suffix.lower() in suffixes:
             return kind
-    return TABLE_KINDS.get(suffix)
+    return TABLE_KINDS.get(suffix.lower())
 
 
 def split(extent: Extent, size: int, limit: int, options: ReadOptions

@@ -42,9 +42,8 @@ def open_seekable(path: str):
 
 def _open_remote(url: str):
     system, path = file_system(url)
-    is_web = url.startswith("http")  # not every server gives a part of a file
-    return io.BufferedReader((_Streamed if is_web else _RemoteFile)(system, path, url),
-                             _REMOTE_BYTES)
+    file = _Streamed if url.startswith("http") else _RemoteFile  # not all servers give parts
+    return io.BufferedReader(file(system, path, url), _REMOTE_BYTES)
 
 
 class _RemoteFile(io.RawIOBase):
@@ -112,9 +111,7 @@ class _Streamed(_RemoteFile):
             raise
 
     def _ask(self) -> None:
-        headers = {"Accept-Encoding": "identity"}
-        if self._position:
-            headers["Range"] = f"bytes={self._position}-"
+        headers = {"Accept-Encoding": "identity", "Range": f"bytes={self._position}-"}
         self._answer = self._system.open(self._path, "rb", block_size=0, size=self._size,
                                          headers=headers)
         version = tuple(map(self._answer.r.headers.get, ("ETag", "Last-Modified")))
