@@ -15,9 +15,10 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.json_files import parse_json
@@ -27,7 +28,7 @@ from deberta_ds.tokenizer.text import TO_UTF8
 TABLE_KINDS = {".csv": "table", ".tsv": "table", ".jsonl": "json", ".ndjson": "json",
                ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _DELIMITERS = ",;\t|"
-_LONGEST_CELL = 1 << 30  # characters; the csv module's own limit is 128 Ki
+_LONGEST_CELL = 1 << 26  # characters; the csv module's own limit is 128 Ki
 _BATCH_ROWS = 1024
 _BAD_UTF8 = "invalid UTF-8"
 _UTF16 = ((r"\xff\xfe", "utf-16"), (r"\xfe\xff", "utf-16"), (r"\0.", "utf-16-be"),
@@ -91,9 +92,10 @@ def read_rows(path: str | Path, file: BinaryIO | None = None, *,
             yield from _json_rows(opened)
         elif kind == "table":
             is_raw = not (suffix == ".csv" if quoted is None else quoted)
-            text = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape",
-                                    newline="\n" if is_raw else "")
-            first = text.readline()
+            text = _lines(path, io.TextIOWrapper(
+                opened, encoding="utf-8-sig", errors="surrogateescape",
+                newline="\n" if is_raw else ""), max(longest, _LONGEST_CELL))
+            first = next(text, "")
             before = int(first.startswith("sep="))  # Excel's line on the delimiter
             if before:
                 delimiter = first[4:5]
@@ -240,6 +242,15 @@ def _is_utf8(cells: Iterable[str]) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _lines(path: str, text: TextIO, longest: int) -> Iterator[str]:
+    """Yield lines; UserError for one that could fill the memory."""
+    for number, line in enumerate(iter(partial(text.readline, longest + 1), ""), start=1):
+        if len(line) > longest:
+            raise UserError(f"{path}:{number}: a line of more than {longest:,} characters; mend "
+                            "its line ends, or give the file as .parquet")
+        yield line
 
 
 def _unquoted(lines: Iterable[str], before: int, delimiter: str

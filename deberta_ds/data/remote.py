@@ -90,6 +90,27 @@ def listed_at(url: str) -> tuple[Any, str, dict[str, dict]]:
                         "check the address and the credentials") from error
 
 
+def check_writable(url: str) -> None:
+    """Write, list, read and remove a small file at `url`; UserError names `url`."""
+    name = f"check-{os.urandom(4).hex()}.tmp"
+    try:
+        system, root = file_system(url)
+        system.makedirs(root, exist_ok=True)
+        system.pipe_file(f"{root}/{name}", name.encode())
+        system.invalidate_cache()
+        found = [path.rpartition("/")[2] for path in system.ls(root, detail=False)]
+        read = system.cat_file(f"{root}/{name}")
+        system.rm_file(f"{root}/{name}")
+    except UserError:
+        raise
+    except Exception as error:  # as above
+        raise UserError(f"{url}: must allow to write, list, read and delete files "
+                        f"({type(error).__name__}: {first_line(error)}); check the address and "
+                        "the rights of the credentials, or choose another place") from error
+    if name not in found or read != name.encode():
+        raise UserError(f"{url}: does not return what was written there; choose another place")
+
+
 @cache
 def _system_of_process(url: str, process: int) -> tuple:
     """Return `file_system`, one for each process: clients do not survive a fork."""

@@ -173,8 +173,8 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     lines.append(dist.together(lambda: room(run.out_dir, inputs.num_parameters, run.train.keep,
                                             bool(run.train.best_metric))))
     if run.train.upload:
-        dist.together(lambda: dist.is_main() and remote.listed_at(run.train.upload))
-        lines.append(f"train.upload = {run.train.upload}: can be listed")
+        dist.together(lambda: dist.is_main() and remote.check_writable(run.train.upload))
+        lines.append(f"train.upload = {run.train.upload}: can be written, listed and read")
     if dist.is_main():
         print("\n".join(lines))
     with TemporaryDirectory() as out:  # for the report of another vocabulary

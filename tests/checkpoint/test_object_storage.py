@@ -139,6 +139,20 @@ def test_an_upload_that_fails_is_said_and_tried_again(tmp_path, shop, fault, sai
     assert steps_at(tmp_path / "store") == [10]
 
 
+def test_a_check_writes_at_the_url_and_lists_one_level(tmp_path, shop, monkeypatch):
+    """It listed all that is there, and what could be listed passed."""
+    monkeypatch.setattr(Shop, "find", None)
+    url = f"shop://{tmp_path}/store"
+    make_checkpoint(tmp_path / "store", 10)
+    remote.check_writable(url)
+    assert os.listdir(tmp_path / "store") == ["checkpoints"]
+    shop("refused")
+    for bad, reason in ((url, "Access Denied"), ("file:///proc/1/nothing", "No such file")):
+        with pytest.raises(UserError, match=f"^{bad}: must allow to write, list, read and delete "
+                                            f"files .*{reason}.*; check the address"):
+            remote.check_writable(bad)
+
+
 def test_kill_9_in_an_upload_leaves_nothing_that_is_taken_for_whole(tmp_path, shop):
     out, store = tmp_path / "out", tmp_path / "store"
     make_checkpoint(out, 10)
@@ -175,6 +189,7 @@ def test_a_run_goes_on_from_an_s3_server(tmp_path, monkeypatch, process_group):
     """The same losses as of the run itself; every reader takes the address of the run."""
     with s3_bucket(monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        remote.check_writable("s3://shop/run")
         run = make_run(tmp_path, two_layers=True, steps="4", save_every="2", eval_every="4",
                        warmup_steps="0")
         whole = deberta_ds.train(run, {"train.upload": "s3://shop/run", "train.keep": 1,

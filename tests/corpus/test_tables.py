@@ -9,6 +9,7 @@ import pytest
 from data_helpers import TEXTS, problems_of, texts_of
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.corpus import tables
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.readers import read_unit
 
@@ -25,6 +26,18 @@ def test_separated_values_give_the_same_documents(tmp_path):
     (tmp_path / "c.csv").write_text('text\n"open quote')
     with pytest.raises(UserError, match="c.csv:2: unexpected end"):
         texts_of([tmp_path / "c.csv"])
+
+
+def test_a_cell_or_a_line_without_end_is_named_before_it_fills_the_memory(tmp_path, monkeypatch):
+    """A quotation mark or line ends that are missing make one cell or line of a whole file."""
+    monkeypatch.setattr(tables, "_LONGEST_CELL", 100)
+    for name, text, said in (("a.csv", 'text\n"' + "word\n" * 30, "a.csv:.*field larger than field "
+                              "limit .100.*no cell is longer than 100 characters"),
+                             ("b.csv", "text\n" + "word" * 30, "b.csv:2: a line of more than 100"),
+                             ("c.tsv", "text" * 30, "c.tsv:1: a line of more than 100")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=said):
+            list(tables.read_rows(tmp_path / name, longest=100))
 
 
 def test_parquet_problems(tmp_path):

@@ -182,11 +182,23 @@ def _broken(tmp_path, name: str, change) -> Tokenizer:
     ("bert", lambda v: v.update(normalizer={"type": "Sequence", "normalizers": [
         {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 30}] * 2}),
      "makes 900 characters of one by Replace"),
+    *[("bert", lambda v, pattern=pattern: v.update(normalizer={"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": pattern, "content": "a"}] * 9}),
+       "makes 512 characters of one by Replace")
+      for pattern in ({"String": ""}, {"Regex": "(?=a)"}, {"Regex": r"\p{L}*"})],
+    *[("bert", lambda v, table=table: v.update(normalizer={
+        "type": "Precompiled", "precompiled_charsmap": table}), "cannot load it .*; make it again")
+      for table in ("!", "BAAAAAAAAAA=")],  # the second is read, and panics at a text
 ])
-def test_what_is_missing_or_damaged_is_one_error(tmp_path, name, change, message):
+def test_what_is_missing_or_damaged_is_one_error(tmp_path, capfd, name, change, message):
     with pytest.raises(UserError, match=message) as error:
         _broken(tmp_path, name, change)
-    assert str(tmp_path) in str(error.value)
+    assert str(tmp_path) in str(error.value) and capfd.readouterr() == ("", "")
+
+
+def test_replacements_that_cannot_grow_a_text_are_read(tmp_path):
+    _broken(tmp_path, "bert", lambda v: v.update(normalizer={"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"Regex": "[\u2018\u2019] ?"}, "content": "'"}] * 9}))
 
 
 def test_files_that_are_no_tokenizer(tmp_path):

@@ -62,7 +62,7 @@ def test_a_check_refuses_what_a_start_would(tmp_path):
     for extra, said in ((["--resume", "never"], "holds checkpoints"),
                         (["--train.global_batch_size=4"], "is of another run"),
                         (["--resume", str(tmp_path)], "not a whole checkpoint"),
-                        (["--train.upload=ftp://127.0.0.1:9/run"], "cannot be listed")):
+                        (["--train.upload=ftp://127.0.0.1:9/run"], "must allow to write")):
         assert said in run_badly([*command, "--check", *extra], tmp_path / "bad.log")
     assert wait(start(1, [*command, "--check"], tmp_path / "good.log")) == [0]
     assert "would go on from" in (tmp_path / "good.log").read_text()
