@@ -8,6 +8,7 @@ its traceback. Classes of other libraries are known by name, so that nothing hea
 import atexit
 import errno
 import os
+import signal
 import stat
 import sys
 import threading
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from deberta_ds.base.command_line import as_typed
@@ -51,6 +53,7 @@ _DAMAGE_NAMES = {"zlib.error", "struct.error", "_csv.Error", "_lzma.LZMAError",
                  "zstandard.backend_c.ZstdError",
                  "safetensors._safetensors_rust.SafetensorError"}
 _SAY_SECONDS = 10.0
+_interrupts: list[int] = []
 _LOOP = "Symlink loop from "
 _NO_MEMORY_NAMES = {"torch.OutOfMemoryError", "numpy._core._exceptions._ArrayMemoryError"}
 _NO_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory")  # torch's RuntimeError on a CPU
@@ -156,6 +159,8 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
 
     `python -X dev` shows the traceback of such a failure too.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names of files may be no text at all
             stream.reconfigure(errors="backslashreplace")
@@ -177,6 +182,12 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
         sys.exit(code)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries once more
     sys.exit(code)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handler of Ctrl-C: Python's own, remembered, as the imports of libraries in C may drop it."""
+    _interrupts.append(number)
+    signal.default_int_handler(number, frame)
 
 
 def _has_gloo_threads() -> bool:
@@ -221,7 +232,7 @@ def _run(main: Callable[[], int | None]) -> int | str | None:
 
 def _report(error: BaseException) -> int:
     """Print the message of what ended the program; return its exit code. Raises a bug of ours."""
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt) or _interrupts:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     unnamed = isinstance(error, OSError) and not error.filename  # a write to a file that was open

@@ -206,8 +206,9 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
         if saved_by is not None and ranks != saved_by:
             return {}, [f"manifest.json is of {ranks} ranks, {RUN_FILE} of {saved_by}"]
         wanted = {RUN_FILE, LAYOUT_FILE, *map(rank_file, range(int(ranks)))}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError,
-            OverflowError):  # or not what we write
+    except UserError as error:  # of reading it
+        return {}, [str(error)]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):  # not what we write
         return {}, ["manifest.json is damaged"]
     # os.walk: a listing says what is a file, and a rank of 4,096 need not ask for each.
     there = {Path(directory, name).relative_to(path).as_posix()

@@ -22,7 +22,7 @@ import torch
 from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from torch import Tensor, nn
 
-from deberta_ds.base.errors import UserError, first_line, tell
+from deberta_ds.base.errors import UserError, first_line, interrupt, tell
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.driver import count_gpus
@@ -112,8 +112,9 @@ def _saying_who_waits() -> Iterator[None]:
         "say which rank this is). If no other rank was started, unset these variables"])
     timer.daemon = True
     timer.start()
-    own = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    before = signal.getsignal(signal.SIGINT)
+    own = threading.current_thread() is threading.main_thread() and before in (
+        signal.default_int_handler, interrupt)
     if own:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -121,7 +122,7 @@ def _saying_who_waits() -> Iterator[None]:
     finally:
         timer.cancel()
         if own:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, before)
 
 
 def local_device() -> torch.device:

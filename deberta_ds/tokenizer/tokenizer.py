@@ -75,6 +75,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without [CLS] and [SEP]."""
+        text.encode()  # UnicodeEncodeError: of what is no UTF-8 the libraries do not say it
         return self._engine.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -96,6 +97,7 @@ class Tokenizer:
 
         Spaces before a word belong to no token. All byte pieces of one character get its span.
         """
+        text.encode()  # as above
         ids, offsets = self._engine.encode_with_offsets(text)
         trimmed = []
         for start, end in offsets:

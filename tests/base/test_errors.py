@@ -144,8 +144,12 @@ def test_a_full_disk_under_the_output_is_named(lines):
     assert done.stderr.count("\n") == 1
 
 
-def test_ctrl_c_is_one_word():
-    done = run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(9)")
+@pytest.mark.parametrize("body", [
+    "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)",
+    "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: 1 / 0"])
+def test_ctrl_c_is_one_word(body):
+    """Also where a library in C drops it while it is imported, and breaks down by that."""
+    done = run(body)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 

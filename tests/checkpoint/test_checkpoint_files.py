@@ -179,6 +179,8 @@ def test_a_file_that_cannot_be_read_is_skipped(run_dir, monkeypatch, number):
     found = find.find(run_dir, "auto")
     assert found.path == path_of(run_dir, 4)
     assert f"run.json cannot be read ({os.strerror(number)})" in found.skipped[0]
+    monkeypatch.setattr(Path, "read_bytes", lambda file: fail(path / "run.json"))
+    assert f"manifest.json: {os.strerror(number)}; " in find.problems_of(path)[0]  # not "damaged"
 
 
 def test_every_flipped_bit_of_a_manifest_is_found_or_harmless(run_dir):

@@ -75,6 +75,9 @@ def test_lone_surrogates_are_bad():
         normalise_all(["good", "x\ud800y", "\u00e4"])
     with pytest.raises(BadTextError):
         rules.has_text("x" * 100 + "\ud800")
+    for encode in (tiny_tokenizer().encode, tiny_tokenizer().encode_with_offsets):
+        with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+            encode("x\udcff")  # an argument that is no UTF-8: SentencePiece cannot "cast" it
 
 
 def test_parts_encode_as_the_whole(monkeypatch):
