@@ -58,7 +58,7 @@ def prepare_rank() -> torch.device:
         check_parts("deepspeed", deepspeed, CPU_PARTS)
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if os.environ.get("RANK") == "0":
+    if os.environ.get("RANK", "0") == "0":
         log.show_choices()
     count_gpus()
     device = local_device()
@@ -93,8 +93,6 @@ def init_distributed() -> torch.device:
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
             f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
             f"({first_line(error)}); {remedy}") from error
-    if dist.is_main():
-        log.show_choices()
     return device
 
 
