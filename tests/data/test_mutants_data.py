@@ -1,12 +1,15 @@
 """What changed rows, or what reads them, without a test noticing (docs/evidence/reliability.md)."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
+from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import Stretch
-from deberta_ds.data import loader, masking
+from deberta_ds.data import loader, masking, remote
 
 
 def test_a_worker_reads_ahead_of_its_own_rows_alone_and_not_without_end(monkeypatch):
@@ -25,3 +28,30 @@ def test_where_no_word_fits_the_shortest_is_chosen():
     starts, lengths, dice = np.array([1, 4, 6]), np.array([3, 2, 4]), np.random.default_rng(0)
     assert masking._choose_words(lengths, 1, dice).tolist() == [1]
     assert masking._choose_ngrams(starts, lengths, 1, 3, dice).tolist() == [1]
+
+
+def test_each_try_waits_twice_as_long_as_the_last(monkeypatch):
+    waits = []
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    monkeypatch.setattr(remote.random, "uniform", lambda low, high: high - low)
+    with pytest.raises(UserError, match="s3://a: cannot be read in 8 tries"):
+        remote.tried(lambda: b"", "s3://a", bool)
+    assert waits == [0.05 * 2**number for number in range(7)]
+    waits.clear()
+    with pytest.raises(UserError, match="a/b: cannot be written"):
+        remote.put(None, "a/b", b"")
+    assert waits == [0.1 * 2**number for number in range(7)]
+
+
+def test_the_blocks_written_first_make_room_until_a_fifth_is_free(tmp_path):
+    corpus = remote.RemoteCorpus.__new__(remote.RemoteCorpus)
+    corpus.directory, corpus._cache = tmp_path / "one", remote.Cache(gigabytes=75e-6)
+    corpus.directory.mkdir()
+    for number in range(10):
+        with open(tmp_path / f"one/{number}.npy", "wb") as file:
+            file.write(b"x" * 8192)
+            os.fsync(file.fileno())
+        os.utime(file.name, (number, number))
+    corpus._make_room()
+    assert [os.stat(tmp_path / f"one/{number}.npy").st_size for number in range(10)] == (
+        [0] * 3 + [8192] * 7)

@@ -11,6 +11,7 @@ from deberta_ds.model import dropout, encoder
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.dropout import DropoutMask
 from deberta_ds.model.encoder import ACTIVATIONS, Convolution
+from deberta_ds.model.init import init_parameters
 
 HIDDEN, PAIRS = 0.25, 0.125
 CONFIG = dataclasses.replace(FAMILIES["v2_conv"], hidden_dropout=HIDDEN, attention_dropout=PAIRS)
@@ -65,3 +66,13 @@ def test_the_input_norm_of_16_bit_weights_is_computed_in_fp32():
     wanted = F.layer_norm(sums.double(), (48,), norm.weight.double(), norm.bias.double(),
                           CONFIG.norm_eps)
     assert torch.equal(norm(sums), wanted.float().bfloat16())
+
+
+def test_first_values_are_samples_of_the_runs_seed():
+    model, generator = Backbone(CONFIG), torch.Generator().manual_seed(5)
+    init_parameters(model, 0.3, 5)
+    for name, values in model.named_parameters():
+        wanted = torch.full_like(values, not name.endswith("bias"))  # biases and norms
+        if values.ndim > 1:
+            wanted.normal_(0.0, 0.3, generator=generator)
+        assert torch.equal(values, wanted), name

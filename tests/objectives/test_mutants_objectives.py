@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from data_helpers import tiny_tokenizer
 from launching import make_run
 
+from deberta_ds.base.splitmix import GAMMA, MASK64, mix64
 from deberta_ds.config import run_config
 from deberta_ds.model import flops
 from deberta_ds.model.encoder import Encoder
@@ -117,3 +119,39 @@ def test_a_sentence_s_score_is_its_log_likelihood():
     found = rtd.sentence_scores(lambda batch: ({}, {"logits": logits}), sentences, tokenizer)
     assert found == pytest.approx([-math.log1p(math.e) - math.log1p(math.e**2),
                                    -math.log1p(math.e**5)])
+
+
+def test_samples_are_the_same_numbers_for_ever():
+    """A run that goes on must replace as before: splitmix64 of seed, row and column, 24 bits."""
+    def loop(value, *parts):
+        for part in parts:
+            value = mix64((value + part * GAMMA) & MASK64)
+        return (value >> 40) * 2.0**-24
+
+    rows, columns = torch.tensor([0, 1, 2**40, 5]), torch.tensor([0, 511, 7, 100])
+    wanted = [loop(7, *pair) for pair in zip(rows.tolist(), columns.tolist(), strict=True)]
+    assert rtd.token_uniforms(7, rows, columns).tolist() == wanted
+
+
+def test_stored_replacements_are_detected_in_real_tokens_alone():
+    logits = torch.tensor([[2.0, -1.0, 3.0]])
+    model = SimpleNamespace(discriminator=lambda *_: logits, training=False, rtd_weight=2.0)
+    batch = SimpleNamespace(labels=torch.tensor([[mlm.IGNORE, 0, mlm.IGNORE]]), input_ids=None,
+                            segments=torch.tensor([[1, 1, 0]]))
+    loss, sums, per_token = rtd_cached.CachedRtdModel.forward(
+        model, batch, {"targets": 1.0, "tokens": 4.0})
+    wanted = torch.nn.functional.softplus(torch.tensor([2.0, 1.0])).sum().item()
+    assert (loss.item(), sums["discriminator_loss"].item()) == pytest.approx((wanted / 2, wanted))
+    assert per_token["replaced"].tolist() == [False, True]
+
+
+def test_each_token_of_a_word_is_predicted_by_both_definitions():
+    """By word, what follows in it is masked as well; the last token's sequence serves both."""
+    tokenizer, sentence = tiny_tokenizer(), [1, 20, 21, 30, 2]
+    found = mlm.queries_of([sentence], tokenizer, [[0, 0, 1]])
+    assert list(zip(*(column.tolist() for column in dataclasses.astuple(found)), strict=True)) == [
+        (0, 1, 3, False, True), (0, 2, 3, True, True), (0, 1, 2, True, False),
+        (0, 3, 4, True, True)]
+    batch = mlm.masked_batch([(sentence, 1, 3)], tokenizer)
+    assert batch.input_ids.tolist() == [[1, tokenizer.mask_id, tokenizer.mask_id, 30, 2]]
+    assert batch.labels.tolist() == [[mlm.IGNORE, 20] + 3 * [mlm.IGNORE]]

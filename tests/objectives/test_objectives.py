@@ -118,7 +118,8 @@ def test_padding_counts_for_nothing(rows, monkeypatch):
 
 
 @pytest.mark.parametrize(("gain", "area", "dead"), [(3.5e-4, 0.504, True), (-1e-6, 0.5, True),
-                                                    (5e-4, 0.6, False), (0.06, 0.72, False)])
+                                                    (5e-4, 0.6, False), (0.06, 0.72, False),
+                                                    (-0.5, 0.5, False)])
 def test_a_headline_says_that_a_discriminator_has_died(gain, area, dead):
     said = rtd.headline({"discriminator_gain": gain, "roc_auc": area})
     assert (
