@@ -102,3 +102,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_a_whole_one(tmp_path):
     assert (tmp_path / "best").resolve() == paths[0].resolve()
     assert len(save.set_aside(tmp_path, 1)) == 1  # what a run that goes on from step 1 gives up
     assert find.list_steps(tmp_path) == [paths[0], unfinished]
+    (unfinished / find.MANIFEST).write_text("{}")
+    save.point_best(unfinished)
+    assert len(save.set_aside(tmp_path, 1)) == 1
+    assert not (tmp_path / "best").is_symlink()  # it would point to nothing

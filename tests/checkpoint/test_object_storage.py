@@ -122,6 +122,38 @@ def test_the_url_has_what_retention_keeps_here(tmp_path, shop):
     assert (local_copy(url) / "layout.json").read_text() == "60b"
 
 
+def test_the_newest_is_copied_first_and_manifests_are_deleted_first(tmp_path, shop, monkeypatch):
+    """At each moment what has a manifest at the URL is whole, and nothing holds a copy back."""
+    done, out, store = [], tmp_path / "out", tmp_path / "store"
+
+    def noted(act):
+        return lambda self, path, *a, **k: (
+            done.append((act.__name__, path.rpartition("/step-000000")[2])),
+            act(self, path, *a, **k))
+
+    for name in ("pipe_file", "rm_file", "rm"):
+        monkeypatch.setattr(Shop, name, noted(getattr(Shop, name)))
+    make_checkpoint(out, 10)
+    make_checkpoint(out, 20)
+    said = one_round(out, f"shop://{store}", keep=2)
+    assert [line.partition("step-000000")[2][:2] for line in said] == ["20", "10"]
+    done.clear()
+    shutil.rmtree(find.path_of(out, 20))
+    make_checkpoint(out, 20, text="b")  # another continuation
+    make_checkpoint(out, 30)
+    one_round(out, f"shop://{store}", keep=2)
+    assert done.index(("rm_file", "20/manifest.json")) < done.index(
+        ("pipe_file", "20/layout.json"))
+    assert done[-2:] == [("rm_file", "10/manifest.json"), ("rm", "10")]
+    uploads = Uploads(out, TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, keep=2,
+                                       upload=f"shop://{store}"), print)
+    with open(store / "checkpoints/step-00000030/run.json", "a") as longer:
+        longer.write(" ")
+    (store / "checkpoints/step-00000030/manifest.json").unlink()
+    uploads._attempt()
+    assert uploads.current is None and not find.problems_of(find.path_of(store, 30))
+
+
 @pytest.mark.parametrize("fault, said", [
     ("refused", "UserError: .*store.*: cannot be written .PermissionError: .*Access Denied"),
     ("altered", "OSError: .*/layout.json has another checksum than what was uploaded")])

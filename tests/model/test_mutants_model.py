@@ -11,6 +11,7 @@ from deberta_ds.model import dropout, encoder
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.dropout import DropoutMask
 from deberta_ds.model.encoder import ACTIVATIONS, Convolution
+from deberta_ds.model.heads import ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 
 HIDDEN, PAIRS = 0.25, 0.125
@@ -76,3 +77,9 @@ def test_first_values_are_samples_of_the_runs_seed():
         if values.ndim > 1:
             wanted.normal_(0.0, 0.3, generator=generator)
         assert torch.equal(values, wanted), name
+
+
+def test_a_detectors_logits_are_fp32_of_16_bit_states():
+    head = random_values(ReplacedTokenHead(CONFIG)).bfloat16()
+    logits = head(torch.randn(1, 5, 48).bfloat16(), torch.arange(5)[None])
+    assert logits.dtype == torch.float32 and logits.shape == (1, 5)
