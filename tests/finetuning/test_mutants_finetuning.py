@@ -1,8 +1,10 @@
 """What changed numbers of fine-tuning without a test noticing (docs/evidence/reliability.md)."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
-from deberta_ds.finetuning import metrics
+from deberta_ds.finetuning import loop, metrics
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.tasks import Task
 
@@ -28,3 +30,45 @@ def test_the_majority_of_several_labels_is_above_half_of_the_examples():
         [(1, 0, 1), (1, 1, 0), (1, 0, 0), (0, 1, 1)])]
     task = task_of("micro_f1", "multilabel", "abc")
     assert metrics.baseline(task, examples) == [(1, 0, 0)] * 4
+
+
+def test_the_best_evaluation_is_that_of_the_metric_that_was_asked_for(monkeypatch):
+    scores, values = [], {"accuracy": 0.9, "f1": 0.2}
+    progress = SimpleNamespace(step=4, losses=[(0.5, 0.25)], history=[], accept=scores.append)
+    settings = SimpleNamespace(best_metric="f1", global_batch_size=8, sift_weight=0.0)
+    task = task_of("accuracy", "classify")
+    job = SimpleNamespace(task=task, settings=settings, seed=0, say=print)
+    monkeypatch.setattr(loop, "_evaluate", lambda job, engine: (values, 0.0))
+    loop._evaluate_and_keep(job, None, progress, 8, 16, lambda: 1.0)
+    assert scores == [0.2] and progress.losses == []
+    assert progress.history == [{"step": 4, "epoch": 2.0, "loss": 0.5} | values]
+
+
+def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(monkeypatch):
+    done = []
+    engine = SimpleNamespace(eval=lambda: done.append("eval"), train=lambda: done.append("train"))
+    job = SimpleNamespace(task=SimpleNamespace(no_answer=False), device=None,
+                          val=SimpleNamespace(examples=[]), features=lambda split: [],
+                          settings=SimpleNamespace(eval_batch_size=1))
+    monkeypatch.setattr(loop, "score_split", lambda *_, **__: done.append("scores"))
+    monkeypatch.setattr(loop, "predictions_of", lambda *_: [])
+    monkeypatch.setattr(loop.metrics, "score", lambda *_: {})
+    assert loop._evaluate(job, engine) == ({}, 0.0) and done == ["eval", "scores", "train"]
+
+
+def test_a_class_of_one_example_weighs_as_many_times_as_it_is_rarer():
+    rows = [SimpleNamespace(label=label) for label in (0, 0, 0, 1)]
+    found = loop.weights_of_classes(task_of("accuracy", "classify", "abc"),
+                                    SimpleNamespace(class_weights="balanced"), rows)
+    assert found == [4 / 9, 4 / 3, 4 / 3]  # scikit-learn's; a class without examples counts as one
+
+
+def test_updates_of_a_group_are_dealt_by_length_and_made_in_the_groups_own_order():
+    """A run that goes on must find the same batches: the formula of the docstring, as a loop."""
+    lengths = np.random.default_rng(1).integers(5, 90, 24)
+    order = np.random.default_rng([3, 0]).permutation(24)
+    for step in range(12):
+        low = step // 4 * 4
+        rows = sorted(order[2 * low:2 * low + 8].tolist(), key=lambda row: lengths[row])
+        turn = np.random.default_rng([3, 0, low]).permutation(4)[step - low]
+        assert loop.stream(lengths, 3, step, 2, 4) == rows[2 * turn:2 * turn + 2]
