@@ -98,20 +98,8 @@ def naming(path: str | Path) -> Iterator[None]:
         if not isinstance(error, _DAMAGE) and not _is_named(error, _DAMAGE_NAMES) and not (
                 str(error).startswith("LZ4")):  # lz4 has no class of its own for damage
             raise
-        if reason := _why_unreadable(path):  # libraries in Rust call it damaged, or not there
-            raise UserError(_system_message(reason, path)) from error
         raise UserError(f"{path}: damaged or cut short, or another kind of file "
                         f"({first_line(error)}); fetch or make it again") from error
-
-
-def _why_unreadable(path: str | Path) -> OSError | None:
-    try:
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                file.read(1)
-    except OSError as error:
-        return error
-    return None
 
 
 def refuse_pipe(path: str | Path) -> None:

@@ -248,7 +248,7 @@ def _lines(path: str, text: TextIO, longest: int) -> Iterator[str]:
     """Yield lines; UserError for one that could fill the memory."""
     for number, line in enumerate(iter(partial(text.readline, longest + 1), ""), start=1):
         if len(line) > longest:
-            raise UserError(f"{path}:{number}: a line of more than {longest:,} characters; mend "
+            raise UserError(f"{path}:{number}: a line of more than {longest:,} characters; fix "
                             "its line ends, or give the file as .parquet")
         yield line
 

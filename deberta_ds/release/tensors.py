@@ -37,7 +37,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     if path.name.endswith(".index.json"):
         return _read_parts(path)
     if path.suffix == ".safetensors":
-        with naming(path):
+        with naming(path), open(path, "rb") as file:
+            file.read(1)  # safetensors says of one that may not be read that there is none
             return load_file(path), []
     refuse_pipe(path)
     values = _read_pickle(path)

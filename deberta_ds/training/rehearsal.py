@@ -156,7 +156,7 @@ def _compared(what: str, rates: dict[str, float]) -> str:
 
 def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
              origins: dict[str, str]) -> None:
-    """Check a run and take its first micro-batch forward and backward; nothing is written.
+    """Check a run and take its first micro-batch forward and backward; nothing is kept on disk.
 
     Where it would go on from a checkpoint, that is verified; the micro-batch sees random weights.
     Raises UserError, on every rank, also if the loss or a gradient is not finite.

@@ -207,21 +207,6 @@ def test_every_reader_that_refuses_a_file_names_it(tmp_path, number):
         refuse()
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch, number):
-    """safetensors says of one without rights that there is none, and of no error its number."""
-    path = tmp_path / "model.safetensors"
-    path.touch()
-
-    def refuse(name, *_):
-        raise OSError(number, os.strerror(number), name)
-
-    monkeypatch.setattr("builtins.open", refuse)
-    with pytest.raises(UserError) as caught, naming(path):
-        raise FileNotFoundError(f"No such file or directory: {path}")
-    assert str(caught.value).startswith(f"{path}: {os.strerror(number)}; ")
-
-
 def test_a_bug_while_a_file_is_read_stays_a_bug():
     with pytest.raises(ZeroDivisionError), naming("the/file"):
         1 / 0  # noqa: B018

@@ -1,5 +1,8 @@
 """The parts of a release that belong together: refused where they are of different models."""
 
+import errno
+import os
+
 import pytest
 import torch
 from export_cases import make_release
@@ -8,6 +11,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.release import Network, Release, derive_words
+from deberta_ds.release.tensors import read_tensors
 
 
 def test_tables_of_another_shape_are_refused_before_they_are_added():
@@ -36,3 +40,18 @@ def test_a_generator_of_another_vocabulary_is_refused(tmp_path):
     write_ours(release, tmp_path)
     with pytest.raises(UserError, match="640 rows, the generator's 1280; they must be of one"):
         read_release(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_cannot_be_read_are_not_called_damaged(tmp_path, monkeypatch, name, number):
+    """safetensors says of a file without rights that there is none."""
+    def refuse(path, *_):
+        raise OSError(number, os.strerror(number), path)
+
+    (tmp_path / name).touch()
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(UserError) as caught:
+        read_tensors(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value) and os.strerror(number) in str(caught.value)
+    assert "damaged" not in str(caught.value)
