@@ -87,8 +87,10 @@ def encode(task: Task, examples: Iterable[Example], tokenizer: Tokenizer, *, max
 
 def count_unknown(features: Sequence[Feature], tokenizer: Tokenizer) -> np.ndarray:
     """Return [tokens that are unknown pieces, all tokens]."""
-    rows = [row for feature in features for row in feature.sequences]
-    return np.array([sum(row.count(tokenizer.unk_id) for row in rows), sum(map(len, rows))])
+    unknown = tokens = 0
+    for row in (row for feature in features for row in feature.sequences):
+        unknown, tokens = unknown + row.count(tokenizer.unk_id), tokens + len(row)
+    return np.array([unknown, tokens])
 
 
 class TooLongError(UserError):
@@ -98,7 +100,7 @@ class TooLongError(UserError):
         others = f"; {count} of {total} examples do not fit" if total > 1 else ""
         super().__init__(f"{place}: {needed} tokens must be seen together, but max_length is "
                          f"{max_length}{others}")
-        self.needed = needed
+        self.place, self.needed, self.count = place, needed, count
 
 
 class _Encoder:

@@ -1,8 +1,7 @@
 """One (task, seed) run: what it is made of, and what another one must agree in to stand for it."""
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -13,17 +12,12 @@ import xxhash
 from deberta_ds.base.files import xxh3
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
-from deberta_ds.finetuning.features import Feature, encode
-from deberta_ds.finetuning.layouts import Example
+from deberta_ds.finetuning.encoded import Encoded, encode_split
 from deberta_ds.finetuning.models import Start
 from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.release.tensors import weight_file
-from deberta_ds.tokenizer import Tokenizer
-
-_SAY_SECONDS = 10.0  # between two lines on the progress of encoding
 
 
 @dataclass(frozen=True)
@@ -49,9 +43,9 @@ class Job:
     show_scores: bool = False  # as tables, at the end
     say: Callable[[str], None] = print
     # By the id of a split; the seeds of a task have splits, settings and this in common.
-    encoded: dict[int, list[Feature]] = field(default_factory=dict)
+    encoded: dict[int, Encoded] = field(default_factory=dict)
 
-    def features(self, split: Split) -> list[Feature]:
+    def features(self, split: Split) -> Encoded:
         """Return one of the run's splits encoded, once for all seeds.
 
         UserError names an example that cannot be made to fit.
@@ -79,22 +73,6 @@ class Job:
             "val": [self.val.source, len(self.val.examples)],
             "labels_and_texts": self.data_digest,
             "precision": ds_config.precision(self.deepspeed)}
-
-
-def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
-                 say: Callable[[str], None], faults: Faults | None = None) -> list[Feature]:
-    """Return a split's features as `encode` does, and say every 10 seconds how far it is."""
-    def examples() -> Iterator[Example]:
-        said = time.monotonic()
-        for number, example in enumerate(split.examples):
-            if time.monotonic() >= said + _SAY_SECONDS:
-                say(f"  encoding {split.source}: {number:,} of {len(split.examples):,}")
-                said = time.monotonic()
-            yield example
-
-    return encode(split.task, examples(), tokenizer, max_length=settings.max_length,
-                  window_overlap=settings.window_overlap, truncation=settings.truncation,
-                  faults=faults)
 
 
 @lru_cache

@@ -212,15 +212,17 @@ def check_splits(jobs: Sequence[Job]) -> None:
 def _check_split(job: Job, split: Split) -> int:
     """Return the length of the longest row of `split`, and say what is cut or windowed."""
     features = job.features(split)
-    cut = sum(feature.cut_tokens > 0 for feature in features)
-    windowed = sum(len(f.sequences) > len(e.sequences)
-                   for f, e in zip(features, split.examples, strict=True))
+    cut = windowed = longest = 0
+    for feature, example in zip(features, split.examples, strict=True):
+        cut += feature.cut_tokens > 0
+        windowed += len(feature.sequences) > len(example.sequences)
+        longest = max(longest, *map(len, feature.sequences))
     if cut or windowed:
         job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
                 f"{job.settings.max_length} tokens, {windowed} read in windows")
     if lost := unknown_pieces(*count_unknown(features, job.start.tokenizer)):
         job.say(f"  {split.source}: {lost}; {job.start.name} was not trained on text like this")
-    return max(len(row) for feature in features for row in feature.sequences)
+    return longest
 
 
 def _predict(job: Job, directory: Path) -> dict:

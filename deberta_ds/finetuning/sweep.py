@@ -16,8 +16,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.finetuning import readers
 from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
-from deberta_ds.finetuning.features import Feature
-from deberta_ds.finetuning.job import Job, encode_split
+from deberta_ds.finetuning.encoded import Encoded, encode_split
+from deberta_ds.finetuning.job import Job
 from deberta_ds.finetuning.layouts import is_labelled
 from deberta_ds.finetuning.metrics import score_name
 from deberta_ds.finetuning.models import Start, start_from
@@ -33,7 +33,6 @@ from deberta_ds.training.step import BadStepError
 
 CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
 _CARVE_SEED = 0
-Encoded = dict[int, list[Feature]]  # by the id of a split, as Job has it
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def run_all(sweep: Sweep) -> list[dict]:
         if unknown := set(names) - {task.name for task in sweep.tasks}:
             raise UserError(f"{option} {min(unknown)}: is none of the tasks of this run, "
                             f"{', '.join(task.name for task in sweep.tasks)}")
-    encoded: dict[str, Encoded] = {task.name: {} for task in sweep.tasks}  # of all seeds
+    encoded: dict[str, dict[int, Encoded]] = {task.name: {} for task in sweep.tasks}  # of all seeds
     splits = {task.name: read_task(sweep, task, encoded[task.name]) for task in sweep.tasks}
     for train, val, tests, _ in splits.values():
         readers.check_targets(train)
@@ -138,12 +137,12 @@ def _diverged(job: Job, error: BadStepError) -> dict:
     return result
 
 
-def read_task(sweep: Sweep, task: Task, encoded: Encoded
+def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
               ) -> tuple[Split, Split, dict[str, Split], dict[str, Split]]:
     """Return (train, val, test splits to predict, labelled diagnostics to score) of `task`.
 
     Both dictionaries are by name; the diagnostic of MNLI is MNLI-mm. Labelled tests are scored too.
-    Under `max_bad` all are encoded here, without the examples that cannot be.
+    Under `max_bad` all are encoded here (by the id of a split), without what cannot be.
     """
     def read_parts(name: Task, split: str, cut: Callable[[Split], tuple[Split, ...]]
                    ) -> list[Split]:
@@ -182,13 +181,13 @@ def read_task(sweep: Sweep, task: Task, encoded: Encoded
     return train, val, tests, diagnostics
 
 
-def _that_fit(sweep: Sweep, split: Split, faults: Faults, encoded: Encoded) -> Split:
+def _that_fit(sweep: Sweep, split: Split, faults: Faults, encoded: dict[int, Encoded]) -> Split:
     """Return a split without the examples that cannot be encoded, such as texts too long."""
     settings = resolve(split.task, sweep.settings)
     features = encode_split(split, sweep.start.tokenizer, settings, sweep.say, faults)
-    if len(features) < len(split.examples):
-        split = replace(split, examples=tuple(split.examples[f.position] for f in features))
-        features = [replace(feature, position=n) for n, feature in enumerate(features)]
+    if lost := {*features.lost}:
+        split = replace(split, examples=tuple(
+            example for n, example in enumerate(split.examples) if n not in lost))
     encoded[id(split)] = features
     return split
 

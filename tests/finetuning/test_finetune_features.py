@@ -1,23 +1,26 @@
 """Features: spans on the right tokens, windows that lose nothing, only the first text cut."""
 
 import dataclasses
-import sys
+import gc
+import os
 import tracemalloc
 
 import numpy as np
 import pytest
+import thread_ranks
 import torch
 from superglue_helpers import ALL_TASKS, FEW, needs_real, sample, tiny_start
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning import encoded as encoding
 from deberta_ds.finetuning import features as module
-from deberta_ds.finetuning import job
 from deberta_ds.finetuning.features import TooLongError, collate, encode, token_range, window_starts
 from deberta_ds.finetuning.heads import MentionHead, TaskModel, mean_by
 from deberta_ds.finetuning.layouts import Example, TextSpan, without_highlight_marks
 from deberta_ds.finetuning.predict import num_scores, predictions_of
-from deberta_ds.finetuning.readers import read_split
+from deberta_ds.finetuning.readers import Split, read_split
 from deberta_ds.finetuning.settings import Settings
+from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
@@ -95,18 +98,62 @@ def test_large_tables_take_little_memory_and_say_how_far_they_are(tmp_path, monk
     dice = np.random.default_rng(1)
     table.write_text("sentence\tlabel\n" + "".join(
         f"{' '.join(dice.choice(words, 60))}\t{row % 2}\n" for row in range(rows)))
-    monkeypatch.setattr(job, "_SAY_SECONDS", 0.0)
+    monkeypatch.setattr(encoding, "_SAY_SECONDS", 0.0)
+    monkeypatch.setattr(encoding, "_BLOCK_ROWS", 375)
     said: list[str] = []
     tracemalloc.start()
     try:
         split = read_split(task_named("SST-2"), tmp_path, "train", any_size=True)
-        features = job.encode_split(split, tokenizer, Settings(), said.append)
-        _, peak = tracemalloc.get_traced_memory()
+        features = encoding.encode_split(split, tokenizer, Settings(), said.append)
+        kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert said[-1] == f"  encoding {table}: 1,499 of 1,500"
+    assert said == [f"  encoding {table}: {share}% of 1,500" for share in (25, 50, 75, 100)]
     assert np.mean([feature.num_tokens for feature in features]) > 90
-    assert peak - sum(map(sys.getsizeof, said)) < 2000 * rows
+    shared = sum(len(data) for data, *_ in features._parts)
+    assert shared < 700 * rows and max(peak, kept + shared) < 2000 * rows
+
+
+@pytest.mark.parametrize("name", ["SQuAD-v2.0", "ReCoRD", "WSC"])
+def test_each_rank_of_a_node_encodes_a_part_and_has_all(name, monkeypatch):
+    monkeypatch.setattr(encoding, "_BLOCK_ROWS", 2)
+    where = ("who is it", "It is Anna. " * 20)
+    split = sample(name) if name != "SQuAD-v2.0" else Split(task_named(name), "train", "s", tuple(
+        Example((n,), (where,), (), (TextSpan(1, 6 + n, 10 + n),), place=f"s:{n}")
+        for n in range(5)))
+    tokenizer, task = tiny_start().tokenizer, split.task
+
+    def encoded_by(rank: int, max_length: int, faults: bool = False):
+        try:
+            found = Faults() if faults else None
+            features = encoding.encode_split(split, tokenizer, Settings(
+                max_length=max_length, window_overlap=8), print, found)
+            return repr([*features]), features.lost, found and found.errors
+        except UserError as error:
+            return str(error)
+
+    def as_one(max_length: int, faults: Faults | None = None):
+        return encode(task, split.examples, tokenizer, max_length=max_length, window_overlap=8,
+                      faults=faults)
+
+    opened = len(os.listdir("/proc/self/fd"))
+    longest = max(len(row) for feature in as_one(256) for row in feature.sequences)
+    fits = repr(as_one(longest))
+    assert thread_ranks.run(3, lambda rank: encoded_by(rank, longest)) == [
+        (fits, [], None)] * 3
+    with pytest.raises(TooLongError) as error:
+        as_one(9)
+    assert thread_ranks.run(3, lambda rank: encoded_by(rank, 9)) == [str(error.value)] * 3
+    if name == "WSC":  # some of it does not fit
+        some, faults = longest - 1, Faults()
+        kept = as_one(some, faults)
+        assert 0 < len(kept) < len(split.examples)
+        lost = sorted({*range(len(split.examples))} - {feature.position for feature in kept})
+        renumbered = [dataclasses.replace(feature, position=n) for n, feature in enumerate(kept)]
+        assert thread_ranks.run(3, lambda rank: encoded_by(rank, some, True)) == [
+            (repr(renumbered), lost, faults.errors)] * 3
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_windows_cover_everything():

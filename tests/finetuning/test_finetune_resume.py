@@ -12,7 +12,7 @@ from superglue_helpers import SAMPLE
 from test_finetune_loop import QUICK, ROOT, common, plan
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import job as finetune_job
+from deberta_ds.finetuning import encoded as encoding
 from deberta_ds.finetuning import loop, resume, sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.training.step import train_step
@@ -164,14 +164,14 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(process_group, tmp_path
 
 def test_every_split_is_encoded_once_for_all_seeds(process_group, tmp_path, monkeypatch):
     """It was once in the check of all texts, and once for each seed."""
-    encoded, encode = Counter(), finetune_job.encode
+    encoded, encode = Counter(), encoding.encode
 
     def count(task, examples, *arguments, **options):
         examples = list(examples)
         encoded[examples[0].place] += 1
         return encode(task, examples, *arguments, **options)
 
-    monkeypatch.setattr(finetune_job, "encode", count)
+    monkeypatch.setattr(encoding, "encode", count)
     sweep.run_all(plan(tmp_path, given=(*QUICK, "--all.epochs=1")))
     assert set(encoded.values()) == {1} and len(encoded) == 3  # train, val, test
 
