@@ -14,7 +14,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -129,8 +129,12 @@ def as_utf8(path: str | Path, file: BinaryIO, encoding: str = "") -> BinaryIO:
                          if re.fullmatch(mark.encode(), start, re.DOTALL)), "")
     if not encoding:
         return file
+    text = file.read()
+    with suppress(UnicodeError):  # only UTF-8 is read as such: this table has it after all
+        if not encoding.lower().startswith("utf") and not text.isascii() and text.decode():
+            return io.BytesIO(text)
     try:
-        return io.BytesIO(file.read().decode(encoding).encode())
+        return io.BytesIO(text.decode(encoding).encode())
     except (UnicodeError, LookupError) as error:
         raise UserError(f"{path}: is not of the encoding {encoding} ({error}); name the one it was "
                         "saved in, such as cp1252 (Windows) or utf-16 (Excel's Unicode text)"
@@ -186,21 +190,30 @@ def _json_rows(file: BinaryIO) -> Iterator[Row]:
         line = line.removeprefix(codecs.BOM_UTF8) if line_number == 1 else line
         if not line.strip():
             continue
-        if number == 0 and (line.strip() == b"{" or line.lstrip().startswith(b"[")):
-            line += file.read()  # one value on many lines
-        value, problem = None, ""
-        try:
-            value = parse_json(line)
-        except UnicodeDecodeError as error:
-            problem = f"{_BAD_UTF8} ({error.reason})"
-        except ValueError as error:
-            problem = (f"not a JSON object ({error}); a line cut short means a download that "
-                       "stopped")
-        if number == 0 and isinstance(value, list):
+        value, problem = _parsed(line)
+        if problem and number == 0 and (line.strip() == b"{" or line.lstrip().startswith(b"[")):
+            value, problem = _parsed(line + file.read())  # one value on many lines
+        if number == 0 and isinstance(value, list) and not is_pair(value):
             yield from (Row(entry, 0, part) for entry, part in enumerate(value))
         else:
             yield Row(number, line_number, value, problem)
         number += 1
+
+
+def _parsed(line: bytes) -> tuple[Any, str]:
+    """Return (value, "") or (None, what is wrong)."""
+    try:
+        return parse_json(line), ""
+    except UnicodeDecodeError as error:
+        return None, f"{_BAD_UTF8} ({error.reason})"
+    except ValueError as error:
+        cut = "; a line cut short means a download that stopped"
+        return None, f"not a JSON object ({error}){'; write null' if 'NaN' in str(error) else cut}"
+
+
+def is_pair(value: Any) -> bool:
+    """Return whether a JSON value is a text and what is said of it, as spaCy has them."""
+    return isinstance(value, list) and [type(part) for part in value] == [str, dict]
 
 
 def _separated(path: str, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str] | None,

@@ -1,6 +1,7 @@
 """Entities as characters [start, end) of a text, in the forms of annotation tools -> tags of words.
 
-    doccano, spaCy    {"text": "...", "label": [[0, 4, "PER"]]}, or objects in a list "entities"
+    doccano           {"text": "...", "label": [[0, 4, "PER"]]}, or objects in a list "entities"
+    spaCy             ["...", {"entities": [[0, 4, "PER"]]}]: columns "text" and "entities"
     Prodigy           {"text": "...", "spans": [{"start": 0, "end": 4, "label": "PER"}], "answer"}
                       (accepted without any: no "spans")
     Label Studio      {"data": {"text": "..."}, "annotations": [{"result": [{"value": {...}}]}]},
@@ -19,6 +20,7 @@ from typing import Any
 from deberta_ds.tokenizer.words import UNSPACED_SCRIPTS, is_unspaced
 
 _WIDE = (*UNSPACED_SCRIPTS, (0x3001, 0x303F), (0xFF01, 0xFFEF))
+_NAMES = ("label", "type", "tag", "entity_group")
 Entity = tuple[int, int, str]
 BAD_ENTITIES = (ValueError, TypeError, AttributeError, KeyError, IndexError)  # of `entities_of`
 
@@ -36,7 +38,7 @@ def flat(row: dict[str, Any]) -> dict[str, Any]:
                       for entry in entries if isinstance(entry, dict)
                       and entry.get("type") == "choices" and isinstance(entry.get("value"), dict)}
             entries = [entry for entry in entries if not isinstance(entry, dict)
-                       or entry.get("type", "labels") == "labels"]
+                       or str(entry.get("type", "labels")).endswith("labels")]
         return {"id": row.get("id"), **row["data"], "label": entries, **chosen}
     if row.get("answer") in ("reject", "ignore") and not {"spans", "_task_hash"}.isdisjoint(row):
         return row | {name: None for name in ("spans", "label", "accept") if name in row}
@@ -69,8 +71,9 @@ def _entity(text: str, part: Any) -> Entity:
     quoted = None
     if isinstance(part, dict):
         part = part["value"] if isinstance(part.get("value"), dict) else part
-        name = part.get("label") or (part.get("labels") or [None])[0]
-        start, end = (part.get(key, part.get(f"{key}_offset")) for key in ("start", "end"))
+        name = next((part[key] for key in _NAMES if part.get(key)), (part.get("labels") or [0])[0])
+        start, end = part.get("span") or (
+            part.get(key, part.get(f"{key}_offset")) for key in ("start", "end"))
         quoted = part.get("text")
     else:
         start, end, name = part

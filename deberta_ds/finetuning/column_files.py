@@ -87,18 +87,21 @@ def _width(block: list[Line], default: int) -> int:
 
 def _form(path: str, lines: Iterator[tuple[str, str]], columns: Mapping[str, int]) -> _Form:
     first = next(lines, ("", ""))
+    if first[1].startswith("#FORMAT=WebAnno"):
+        raise UserError(f"{path}: WebAnno's TSV is not read; export CoNLL 2003 there")
     is_2012 = first[1].startswith("#begin document")
     asked = columns or (_CONLL2012 if is_2012 else
                         _CONLLU if suffix_of(path) == ".conllu" else {})
     word, tag = (number - (number > 0) for number in (asked.get("word", 1), asked.get("tag", -1)))
     widths: Counter[int] = Counter()
     tags: set[str] = set()
-    long = counting = constant = 0
+    long = counting = constant = untagged = 0
     for block in _blocks(itertools.chain([first], lines)):
         words = [cells for _, _, cells in
                  itertools.dropwhile(lambda line: line[1].startswith("#"), block)]
         widths.update(map(len, words))
         tags.update(cells[tag] for cells in words if -len(cells) <= tag < len(cells))
+        untagged += sum(cells[0] != "O" and not PREFIXED.fullmatch(cells[0]) for cells in words)
         numbers = [cells[0] for cells in words if not _NO_WORD.fullmatch(cells[0])]
         if len(numbers) > 1:
             long += 1
@@ -114,6 +117,9 @@ def _form(path: str, lines: Iterator[tuple[str, str]], columns: Mapping[str, int
                 f"{path}: column 1 {what}, so it is not the word; name the columns of word and tag "
                 f"in the task file, counted from 1 (-1: the last), such as: columns = "
                 f"{{word = {example['word']}, tag = {example['tag']}}}")
+    if word == 0 and width > 1 and not untagged:
+        raise UserError(f"{path}: column 1 has the tags; say columns = {{word = 2, tag = 1}} in "
+                        "the task file")
     in_brackets = "*" in tags and all(map(_BRACKET.fullmatch, tags))
     return _Form(word, tag, width, frozenset(tags), counting > 0.9 * long > 0, in_brackets)
 

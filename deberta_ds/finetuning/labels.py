@@ -19,7 +19,11 @@ from deberta_ds.finetuning.tasks import Task
 from deberta_ds.tokenizer.text import is_removed
 
 # What tables write where there is none.
-NO_LABEL = ("-", "-1", "-100", "?", "nan", "NaN", "None", "null", "NULL", "N/A")
+NO_LABEL = ("-", "-1", "-100", "?", ".", "nan", "NaN", "None", "null", "NULL", "\\N", "NA", "N/A",
+            "n/a", "<NA>", "#N/A", "#NV")
+# Between the digits of a large number, by its decimal mark.
+_THOUSANDS = {",": r"(?<=\d)['’.\s](?=\d{3}(?!\d))",
+              ".": r"(?<=\d)(['’\s]|,(?=[\d,]*\.))(?=\d{3}(?!\d))"}
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(\s+(?=['"]))?""")
 _ONE = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 
@@ -53,6 +57,13 @@ def label_text(value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
 
 
+def as_one(label: str) -> str:
+    """Return what labels have in common that mean one: 1.0 and 1, True and true, １ and 1."""
+    text = unicodedata.normalize("NFKC", as_shown(label))
+    return re.sub(r"(?i)^(true|false)$", lambda found: found[0].lower(),
+                  re.sub(r"^(-?\d+)\.0+$", r"\1", text))
+
+
 def is_missing(value: Any) -> bool:
     """Return whether a cell has no value: null, empty, or the NaN of a table of numbers."""
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
@@ -84,7 +95,7 @@ def is_ignored(task: Task, row: dict[str, Any]) -> bool:
         return False
     cells = list(map(row.get, task.label_columns)) or [label_cell(task, row)]
     return any(not set(task.ignore_labels).isdisjoint(("", "-1") if is_missing(cell) else
-                                                      (label_text(cell),))
+                                                      {text := label_text(cell), as_one(str(text))})
                for cell in cells if not isinstance(cell, list | dict))
 
 
@@ -137,8 +148,10 @@ def _label(task: Task, row: dict[str, Any], place: str) -> Any:
         return read_list(value)
     if task.head in ("multilabel", "tags"):
         return _names_of(task, value, place)
-    if task.head == "classify" and isinstance(value, list) and len(value) == 1:
-        value = value[0]  # as annotation tools write a class
+    if task.head == "classify" and isinstance(found := read_list(value), list):
+        if len(found) != 1:
+            raise UserError(f'{place}: a list of {len(found)} labels; kind = "multilabel" has such')
+        value = found[0]  # as annotation tools write a class
     return choice_label(value) if task.head == "choice" else label_text(value)
 
 
@@ -172,8 +185,9 @@ def _names_of_columns(task: Task, row: Mapping[str, Any], place: str) -> list[st
         return None
     for name, cell in cells.items():
         if (text := str(label_text(cell)).lower()) not in _ONE:
-            raise UserError(f'{place}: column "{name}" must be 0 or 1, found {cell!r}; rows that '
-                            f'have no labels are left out by ignore_labels = ["{text}"]')
+            left_out = f'; rows without labels are left out by ignore_labels = ["{text}"]'
+            raise UserError(f'{place}: column "{name}" must be 0 or 1, found {cell!r}'
+                            + left_out * (as_one(text) in NO_LABEL))
     return [name for name, cell in cells.items() if _ONE[str(label_text(cell)).lower()]]
 
 
@@ -181,6 +195,7 @@ def _number_of(value: Any, decimal: str) -> Any:
     """Return a label as a number; what might be another one (1_000) is left for the check."""
     text = value.strip().replace("\u2212", "-") if isinstance(value, str) else value
     if isinstance(text, str):
+        text = re.sub(_THOUSANDS[decimal], "", text)
         if "_" in text or (decimal == "," and "." in text):
             return value
         text = text.replace(decimal, ".")
@@ -192,7 +207,7 @@ def _number_of(value: Any, decimal: str) -> Any:
 
 def has_decimal_commas(values: list[str]) -> bool:
     """Return whether numbers have a comma where others have a point, and not between thousands."""
-    commas = [value.strip() for value in values if "," in value]
+    commas = [value.strip().replace("\u2212", "-") for value in values if "," in value]
     return (bool(commas) and not any("." in value for value in values)
             and all(re.fullmatch(r"[-+]?\d+,\d+", value) for value in commas)
             and not all(re.fullmatch(r"[-+]?\d{1,3},\d{3}", value) for value in commas))
@@ -211,6 +226,7 @@ def as_shown(text: str) -> str:
 
 def no_column(name: str, row: Iterable, asked: str = "") -> str:
     """Return the words for a column that is missing, by whom it was `asked`, and what looks so."""
-    alike = [column for column in map(str, row) if as_shown(column) == as_shown(name)]
+    alike = [column for column in map(str, row)
+             if as_shown(column).strip().lower() == as_shown(name).strip().lower()]
     also = f"; {ascii(alike[0])} only looks like {ascii(name)}, write both alike" if alike else ""
     return f"no column {name!r}{asked}; there are {', '.join(map(str, row))}{also}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning.labels import as_one
 from deberta_ds.finetuning.tasks import TASK_NAMES, Task
 
 
@@ -93,7 +94,7 @@ class Line:
         if is_number and math.isfinite(value):
             return float(value)
         more = '; if the comma is a decimal mark everywhere, say decimal = "," in the task file' \
-            if isinstance(value, str) and "," in value else ""
+            if isinstance(value, str) and "," in value and self.task.decimal != "," else ""
         self.fail(f'field "{self.named("label")}" must be a {"finite " * is_number}number, found '
                   f"{show(value)}{more}")
 
@@ -102,6 +103,8 @@ class Line:
         values, where = self.task.values or self.task.labels, self.named("label")
         if type(value) is not type(values[0]):
             self.fail(f'field "{where}" must be {_NAMES[type(values[0])]}, found {show(value)}')
+        if value not in values and self.is_own:
+            value = next((x for x in values if as_one(str(x)) == as_one(str(value))), value)
         if value not in values:
             wanted = ", ".join(show(known) for known in values)
             more = ("; labels that train has not are named by labels = [...] in the task file, "

@@ -4,9 +4,11 @@ Rows that cannot be read are skipped here: reading the table as a whole names th
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +18,7 @@ from deberta_ds.finetuning.annotations import BAD_ENTITIES, entities_of, hold_sp
 from deberta_ds.finetuning.column_files import PREFIXED
 from deberta_ds.finetuning.labels import (
     NO_LABEL,
-    as_shown,
+    as_one,
     choice_label,
     has_decimal_commas,
     is_ignored,
@@ -60,7 +62,7 @@ def _rows(task: Task, path: Path) -> list[Row]:
     if not rows:
         words = "; if it has a word per line, name its columns in the task file, counted from 1 " \
             "or from the end: columns = {word = 1, tag = -1}" if task.head == "tags" and (
-                suffix_of(train) in (".tsv", ".csv")) else ""
+                suffix_of(train) == ".tsv") else ""
         raise UserError(faults[0] + words if faults else f"{train}: not a single row in it")
     return [(place, row) for place, row in rows if not is_ignored(task, row)]
 
@@ -172,6 +174,12 @@ def _with_names(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     listed = sorted(counts) if is_raw else labels
     shown = [f"{label} ({counts[label]})" if counts else label for label in listed[:20]]
     more = f" and {len(listed) - 20} more" if len(listed) > 20 else ""
+    ends = chain(*_each(rows if is_raw else (), lambda place, row: [
+        f"{row[task.texts[0]]}  "[end - 1 : end + 2] for _, end, _ in _entities(task, row, place)]))
+    short = [at[:2].isalnum() and not at[2].isalnum() for at in ends]
+    if len(short) > 4 and sum(short) > 0.9 * len(short):
+        more += (f"; {sum(short)} of {len(short)} entities end one letter before their word does: "
+                 "if an end counts its last letter in, add 1 to it")
     task = replace(task, labels=labels)
     return (_with_tag_metric(task, own) if is_tags else task), (
         f"{len(listed)} {'kinds of entities' if is_raw else 'labels'}: {', '.join(shown)}{more}")
@@ -179,46 +187,55 @@ def _with_names(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
 
 def _names(task: Task, row: dict[str, Any], place: str) -> list[str]:
     """Return the names in the label of a row; none where it has none."""
-    label = to_line(task, place, row, 0).get("label", [])
     if task.words == "raw":
-        try:
-            return [name for *_, name in entities_of(row[task.texts[0]], label)]
-        except BAD_ENTITIES as error:
-            raise UserError(f"{place}: {error}") from None
+        return [name for *_, name in _entities(task, row, place)]
+    label = to_line(task, place, row, 0).get("label", [])
     names = label if isinstance(label, list) else [label]
     for name in names:
         if not isinstance(name, str) or not name:
-            raise UserError(f"{place}: label {name!r} is no name; labels are text, whole numbers "
-                            "or true and false")
+            raise UserError(f"{place}: label {name!r} is no name; " + (
+                "tags are a list of names, or of entities [start, end, label]"
+                if task.head == "tags" else "labels are text, whole numbers or true and false"))
     return names
+
+
+def _entities(task: Task, row: dict[str, Any], place: str) -> list[tuple[int, int, str]]:
+    try:
+        return entities_of(row[task.texts[0]], to_line(task, place, row, 0).get("label", []))
+    except BAD_ENTITIES as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 def _check_names(task: Task, own: Any, counts: Counter[str], rows: list[Row]) -> None:
     train = task.files["train"]
     alike: dict[str, str] = {}
     for label in counts:
-        if (other := alike.setdefault(as_shown(label), label)) != label:
+        if (other := alike.setdefault(as_one(label), label)) != label:
             raise UserError(f"{train}: column {own.label!r} has labels that only look alike: "
                             f"{ascii(other)} and {ascii(label)}; write them in one way")
     if own.labels or task.head == "tags":
         return
-    none = [label for label in NO_LABEL if label in counts and counts.keys() != {"-1", "1"}]
+    none = [alike[name] for name in NO_LABEL if name in alike and alike.keys() != {"-1", "1"}]
     if none:
         raise UserError(f"{train}: {counts[none[0]]} rows have the label {none[0]!r}, which "
                         f'elsewhere means "no label". Leave them out with ignore_labels = '
                         f"{json.dumps([*own.ignore_labels, *none])} in the task file, or name all "
                         "labels, this one too, with labels = [...]")
+    if task.head == "classify" and not all(map(str.isdecimal, alike)) and all(
+            re.fullmatch(r"[-+]?\d*[.,]\d+", name) for name in counts):
+        raise UserError(f"{train}: the labels are numbers, such as {next(iter(counts))}; kind = "
+                        '"regression" learns those, or name them all with labels = [...]')
     if task.head != "multilabel" or own.separator:
         return
     cells = [cell for _, row in rows if isinstance(cell := read_list(label_cell(task, row)), str)]
     has_commas = any("," in cell for cell in cells)
-    for mark in ";|":
+    for mark in ";|\n":
         parts = Counter(part.strip() for label in counts for part in label.split(mark))
         is_repeated = any(mark in label for label in counts) and max(parts.values()) > 1
         if is_repeated or (not has_commas and sum(mark in cell for cell in cells) > 1):
             raise UserError(f"{train}: the labels have {mark!r} in them, as if it parted several; "
-                            f'say separator = "{mark}" in the task file, or separator = "," if '
-                            "it is part of a name")
+                            f"say separator = {json.dumps(mark)} in the task file, or separator = "
+                            '"," if it is part of a name')
 
 
 def _with_vectors(task: Task, own: Any, rows: list[Row]) -> Task:
@@ -250,6 +267,11 @@ def _with_words(task: Task, rows: list[Row]) -> Task:
         elif not is_missing(label) and label != []:
             form = "raw" if is_entities(label) else "text"
             break
+    texts = {str(row.get(task.texts[0])).strip() for _, row in rows if form == "text"}
+    if len(texts) > 1 and isinstance(label, str) and not any(" " in text for text in texts):
+        raise UserError(f"{task.files['train']}: every row has one word; a row is a sentence, with "
+                        "a list of its words and one of its tags (in pandas: groupby the sentence "
+                        "and agg(list)), or write a file with a word per line")
     return replace(task, words=form, spaces=not hold_spaces(words))
 
 
@@ -261,9 +283,15 @@ def _with_tag_metric(task: Task, own: Any) -> Task:
     if all(label.isdigit() for label in task.labels):
         raise UserError(f"{train}: the tags are numbers, which do not say where spans begin; write "
                         "their names, or take metrics = [\"tag_accuracy\"]")
-    odd = [label for label in task.labels if label[1:2] == "-" and label[0] not in PREFIXES]
-    if odd:
-        raise UserError(f"{train}: the tag {odd[0]!r} is not of IOB, IOBES, BILOU or BMES, which "
-                        "span_f1 counts spans of; rename it, or take tag_accuracy")
+    is_prefixed = any(map(PREFIXED.fullmatch, task.labels))
+    odd = [label for label in task.labels if label != "O" and (
+        (label[1:2] == "-" and label[0] not in PREFIXES) or re.search(r"[,;|/+][BI]-", label)
+        or (is_prefixed and not PREFIXED.fullmatch(label) and label not in PREFIXES))]
+    turned = {label: match[1] or match[2] for label in task.labels
+              if (match := re.fullmatch(r"([BI])_.+|.+[-_]([BI])", label))}
+    if odd or {"B", "I"} <= {*turned.values()}:
+        raise UserError(f"{train}: the tag {[*odd, *turned][0]!r} is not of IOB, IOBES, BILOU or "
+                        "BMES (O, B-PER, I-PER, ...), which span_f1 counts spans of; rename it, or "
+                        'take metrics = ["tag_accuracy"]')
     has_spans = any(map(PREFIXED.fullmatch, task.labels)) or {"B", "I"} <= set(task.labels)
     return task if own.metrics or has_spans else replace(task, metrics=("tag_accuracy",))

@@ -19,7 +19,7 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
 from deberta_ds.corpus.inputs import open_stream
-from deberta_ds.corpus.tables import TABLE_KINDS, is_quoted, named, read_each, suffix_of
+from deberta_ds.corpus.tables import TABLE_KINDS, is_pair, is_quoted, named, read_each, suffix_of
 from deberta_ds.finetuning.annotations import flat
 from deberta_ds.finetuning.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
 from deberta_ds.finetuning.tasks import TableForm, Task
@@ -29,6 +29,7 @@ HUB_TABLE = "hub:"
 _KINDS = " ".join((*TABLE_KINDS, *COLUMN_SUFFIXES))
 _ENCODING = (", or name its encoding, such as cp1252 (encoding in the task file, --encoding of "
              "predict.py)")
+_EXPORTED = (".ann", ".spacy", ".xlsx", ".xls", ".ods")  # of brat, spaCy, spreadsheets
 _MOST_SHOWN = 10  # rows that cannot be used
 Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
 
@@ -93,7 +94,11 @@ def _hub_rows(name: str) -> Iterator[Row]:
 def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: TableForm
                ) -> Iterator[tuple[str, dict[str, Any] | UserError]]:
     suffix = suffix_of(path)
-    if suffix not in TABLE_KINDS and (suffix in COLUMN_SUFFIXES or form.columns) or (
+    if suffix in _EXPORTED:
+        raise UserError(f"{path}: a {suffix} is not read; export it as CSV (UTF-8), JSON lines or "
+                        "CoNLL")
+    if suffix not in TABLE_KINDS and (
+            suffix in COLUMN_SUFFIXES or suffix.endswith("conll") or form.columns) or (
             suffix in (".tsv", ".csv") and form.columns) or (
             suffix in ("", ".tsv") and is_wikiann(str(path), form.encoding)):
         yield from read_sentences(str(path), form.columns, form.encoding)
@@ -110,6 +115,7 @@ def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: Ta
     how["quoted"] = is_quoted(path, **how) if form.quoted is None and suffix == ".tsv" and (
         not headless) else form.quoted
     for number, (place, row) in enumerate(read_each(path, names=headless, class_names=True, **how)):
+        row = {"text": row[0], **row[1]} if is_pair(row) else row
         if isinstance(row, UserError):
             if skip_broken:
                 skip_broken -= 1

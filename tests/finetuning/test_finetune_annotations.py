@@ -35,6 +35,12 @@ FORMS = {
         {"id": n, "label": name, "start_offset": start, "end_offset": end}
         for n, (start, end, name) in enumerate(OURS)], "relations": []}, "entities"),
     "spaCy": ({"text": TEXT, "entities": [list(part) for part in reversed(OURS)]}, "entities"),
+    "spaCy, pairs": ([TEXT, {"entities": [list(part) for part in OURS]}], "entities"),
+    "LightTag": ({"text": TEXT, "entities": [
+        {"start": start, "end": end, "tag": name} for start, end, name in OURS]}, "entities"),
+    "Stockmark": ({"text": TEXT, "entities": [
+        {"name": TEXT[start:end], "span": [start, end], "type": name}
+        for start, end, name in OURS]}, "entities"),
     "Prodigy": ({"text": TEXT, "spans": OBJECTS, "answer": "accept", "tokens": []}, "spans"),
     "Label Studio": ({"id": 1, "data": {"text": TEXT}, "annotations": [
         {"was_cancelled": True, "result": []},
@@ -58,7 +64,12 @@ EMPTY = {"Prodigy": {"answer": "accept"}, "Label Studio, JSON_MIN": {"annotation
 def test_entities_of_annotation_tools(tmp_path, name):
     row, label = FORMS[name]
     none = {"text": "None here."} | EMPTY.get(name, {label: []})
+    none = [none.pop("text"), none] if isinstance(row, list) else none
     task, (example, empty), said = load(tmp_path, [row, none], label)
+    if isinstance(row, list):  # the same over many lines, and as one line
+        for indent in (None, 1):
+            (tmp_path / "train.json").write_text(json.dumps([row, none], indent=indent))
+            assert load(tmp_path, [], label, train="train.json")[1] == (example, empty)
     tags = dict(zip(((span.start, span.end) for span in example.spans), example.label, strict=True))
     named = {place: task.labels[tag] for (place, _), tag in tags.items() if tag}
     assert named == {2: "B-PER", 18: "B-LOC", **dict.fromkeys(range(3, 8), "I-PER"),
@@ -80,6 +91,16 @@ def test_entities_that_are_none_are_named_with_their_row(tmp_path, entities, sai
                                                              "label": entities}]
     with pytest.raises(UserError, match=f'train.jsonl:2: .*"label".*{said}'):
         load(tmp_path, rows, **({"labels": ["A", "B"]} if said.startswith("must") else {}))
+
+
+def test_ends_that_may_count_the_last_letter_in_are_pointed_out(tmp_path):
+    text = "Anna met Bob, Carla and Dieter in Rome."
+    ends = [[text.index(name), text.index(name) + len(name), "X"] for name in
+            ("Anna", "Bob", "Carla", "Dieter", "Rome")]
+    assert "add 1" not in load(tmp_path, [{"text": text, "label": ends}])[2]
+    inclusive = [[start, end - 1, name] for start, end, name in ends]
+    said = load(tmp_path, [{"text": text, "label": inclusive}])[2]
+    assert "5 of 5 entities end one letter before their word does" in said
 
 
 def test_rejected_and_unlabelled_texts_are_left_out_by_name(tmp_path):

@@ -121,6 +121,9 @@ def test_words_and_tags_of_a_corpus_in_its_own_form(tmp_path, name):
     ("train.conll", CONLLU, r"column 1 counts the words .* columns = {word = 2, tag = 4}"),
     ("train.txt", CONLL2012.partition("\n")[2], "column 1 is the same in all lines of a sentence"),
     ("train.annotated", WNUT, r"unknown kind of table.*columns = {word = 1, tag = -1}"),
+    ("train.conll", "B-X\ta\nO\tb\n", r"column 1 has the tags; say columns = {word = 2, tag = 1}"),
+    ("a.conll", "#FORMAT=WebAnno TSV 3.3\n\n1-1\t0-1\tx\t_\n", "WebAnno's TSV is not read"),
+    ("a.ann", "T1\tPER 0 4\tAnna\n", "a .ann is not read"),
     ("train.conll", "a B-X\nb\n\nc O\n", "train.conll:2: 'b' has 1 columns, most lines of"),
     ("train.conll", "a\tO\n\tO\n\nc\tO\n", "train.conll:2: .* has no word in column 1")])
 def test_a_file_of_other_columns_is_refused(tmp_path, file, text, said):
@@ -145,6 +148,18 @@ def test_tags_without_prefix_are_scored_by_accuracy(tmp_path, file, text, metric
     task, _, _ = load_own_task(path)  # a file with a word per line has no names of columns
     assert task.metrics == metrics and set(task.labels) == labels
     assert read_split(task, ".", "val").examples[0].label
+
+
+@pytest.mark.parametrize("tag", ["_", "tag", "B-X,B-Y", "X-B I-Y X-I", "B_X I_X", "b-x"])
+def test_tags_of_which_span_f1_would_count_something_else_are_refused(tmp_path, tag):
+    """An outside tag "_" among B-PER was counted as entities, PER-B by accuracy."""
+    (tmp_path / "a.conll").write_text("".join(f"w{n} {part}\n" for n, part in enumerate(
+        [*tag.split(), "O", *["B-X"] * (tag[1:2] != "_")])))
+    path = write_task(tmp_path, "tags", [], train="a.conll", val="a.conll", texts=["x"], label="y")
+    with pytest.raises(UserError, match="which span_f1 counts.*rename it, or take metrics = "):
+        load_own_task(path)
+    path.write_text('metrics = ["tag_accuracy"]\n' + path.read_text())
+    assert load_own_task(path)[0].metrics == ("tag_accuracy",)
 
 
 def test_sentences_without_tags_are_left_out_by_name(tmp_path):

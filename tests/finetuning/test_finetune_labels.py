@@ -106,7 +106,23 @@ def test_several_labels_in_every_form(tmp_path, name, text, task):
     ("regression", "a.csv", table("1,5", "2.5"), {}, 'say decimal = "," in the task file'),
     ("regression", "a.csv", table("1,2,3", "2"), {}, 'say decimal = "," in the task file'),
     ("regression", "a.csv", table("1,500", "2,250"), {}, 'say decimal = "," in the task file'),
-    ("regression", "a.csv", table("1.500,5", "2"), {"decimal": ","}, "must be a number"),
+    ("regression", "a.csv", table("1.50,5", "2"), {"decimal": ","}, "must be a number"),
+    ("regression", "a.csv", table("1.500,5", "2"), {}, 'say decimal = "," in the task file'),
+    ("classification", "a.csv", table("1", "0", "1.0"), {}, "look alike: '1' and '1.0'"),
+    ("classification", "a.csv", table("True", "False", "true"), {}, "look alike: 'True' and 't"),
+    ("classification", "a.csv", table("1.0", "0.0", "-1.0"), {},
+     r'1 rows have the label \'-1.0\'.*ignore_labels = \["-1.0"\]'),
+    ("classification", "a.csv", table("a", "b", "#N/A", "<NA>"), {}, r'= \["<NA>", "#N/A"\]'),
+    ("classification", "a.csv", table("0.71", "0.13", "1.0"), {}, 'kind = "regression" learns'),
+    ("classification", "a.csv", table("[1, 0]", "[0, 1]"), {}, 'list of 2 labels; kind = "multi'),
+    ("classification", "a.csv", table("x", "y", header=("text", " Label")), {},
+     "' Label' only looks like 'label'"),
+    ("classification", "a.jsonl", '{"text": "a", "label": NaN}\n', {}, "JSON\\); write null"),
+    ("classification", "a.xlsx", "", {}, r"a.xlsx: a .xlsx is not read; export it as CSV"),
+    ("multilabel", "a.csv", table("x\ny", "y\nx"), {}, r'say separator = "\\n" in the task'),
+    ("multilabel", "a.csv", table(("ja", "nein"), header=("text", "x", "y")),
+     {"label": ["x", "y"]}, "must be 0 or 1, found 'ja'$"),
+    ("tags", "a.csv", "text,label\nAnna,B-PER\nran,O\n", {}, "every row has one word"),
     ("classification", "a.csv", table("a", "b"), {"decimal": ","}, "for kind = \"regression\""),
     ("classification", "a.csv", table("a"), {"encoding": "cp12521"}, "unknown encoding: cp12521"),
     ("classification", "a.csv", table("ä", "b").encode("cp1252"), {},
@@ -128,6 +144,7 @@ def test_what_might_mean_something_else_is_refused(tmp_path, kind, name, text, t
     (lines(0, -1, 1, 0), {"ignore_labels": ["-1"]}, [0, 1, 0]),
     (lines("a", "NaN", "b", "N/A"), {"ignore_labels": ["NaN", "N/A"]}, [0, 1]),
     (lines(1, -1, 1), {}, [0, 1, 0]), (lines(0, -1, 1), {"labels": ["-1", "0", "1"]}, [1, 0, 2]),
+    (lines("1.0", "0", "-1.0"), {"labels": ["0", "1"], "ignore_labels": ["-1"]}, [1, 0]),
     (lines(1.0, 0.0, 1.0), {}, [1, 0, 1]), (lines(["a"], ["b"], ["a"]), {}, [0, 1, 0])], ids=str)
 def test_rows_without_a_label_are_left_out_by_name(tmp_path, text, task, labels):
     found, examples = read(tmp_path, "classification", text, "a.jsonl", **task)
@@ -170,6 +187,7 @@ GERMAN = "text;wert\r\nSchön, gut;1,5\r\nNaja;-0,25\r\nSchlecht;3\r\n"
 @pytest.mark.parametrize(("name", "data", "task"), [
     ("a.csv", GERMAN.encode(), {}), ("a.csv", GERMAN.encode("utf-8-sig"), {}),
     ("a.csv", GERMAN.encode("cp1252"), {"encoding": "cp1252"}),
+    ("a.csv", GERMAN.encode(), {"encoding": "cp1252"}),  # another table of the task is cp1252
     ("a.csv", ("sep=;\r\n" + GERMAN).encode("cp1252"), {"encoding": "latin-1"}),
     ("a.csv", GERMAN.encode("utf-16"), {}),
     ("a.csv.gz", gzip.compress(GERMAN.encode(), mtime=0), {}),
