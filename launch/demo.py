@@ -161,7 +161,8 @@ def prepare_data(demo: Demo) -> None:
 
 def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool,
              seeds: list[str]) -> None:
-    overrides = [*seeds, *([f"--train.steps={SHORT_STEPS}"] if short else [])]
+    overrides = [*seeds, *([f"--train.steps={SHORT_STEPS}", "--optim.warmup_steps=5"] if short
+                           else [])]
     command = (*launcher, "launch/pretrain.py", "--config", CONFIG, "--deepspeed_config", ds_config,
                *overrides)
     from deberta_ds.config import run_config

@@ -48,6 +48,7 @@ _REMEDIES = {
 # How readers refuse a file that is cut short, altered or of another kind. ValueError covers JSON,
 # TOML, Unicode, NumPy, Arrow and pydantic; an OSError without a number is gzip's or Arrow's.
 _DAMAGE = (ValueError, EOFError, OSError, OverflowError, RecursionError)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DAMAGE_NAMES = {"zlib.error", "struct.error", "_csv.Error", "_lzma.LZMAError",
                  "zipfile.BadZipFile", "_pickle.UnpicklingError", "pyarrow.lib.ArrowException",
                  "zstandard.backend_c.ZstdError",
@@ -70,7 +71,8 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and (error.filename or error.errno in _REMEDIES):
-        return _system_message(error, error.filename)
+        is_full = error.errno in _FULL and error.filename2  # of a copy: the new file's disk
+        return _system_message(error, error.filename2 if is_full else error.filename)
     if isinstance(error, RuntimeError) and str(error).startswith(_LOOP):  # of Path.resolve
         return f"{str(error).removeprefix(_LOOP)}: a loop of symbolic links; fix it"
     if isinstance(error, ValueError) and str(error) == "embedded null byte":

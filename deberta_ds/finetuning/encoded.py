@@ -17,7 +17,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, naming
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.process import machine
 from deberta_ds.finetuning.features import Feature, TooLongError, encode
@@ -69,7 +69,8 @@ def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
     lost, wrong, long, bad = [], [], [], Faults()
     ours = [rank for rank, name in enumerate(dist.gather_objects(machine())) if name == machine()]
     low, high = (total * (ours.index(dist.rank()) + n) // len(ours) for n in (0, 1))
-    with os.fdopen(os.memfd_create("features"), "wb") as file:
+    where = f"{split.source}, encoded in memory"
+    with naming(where), os.fdopen(os.memfd_create("features"), "wb") as file:
         for first in range(low, high, _BLOCK_ROWS):
             rows, features = range(first, min(first + _BLOCK_ROWS, high)), []
             try:
@@ -77,18 +78,23 @@ def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
                     split.task, split.examples[first : rows.stop], tokenizer,
                     max_length=settings.max_length, window_overlap=settings.window_overlap,
                     truncation=settings.truncation, faults=None if faults is None else bad)
+                with naming(where):
+                    for feature in features:
+                        starts.append(starts[-1] + file.write(pickle.dumps(_values_of(feature), 5)))
             except TooLongError as error:
                 long.append((error.needed, error.place, error.count))
             except UserError as error:
                 wrong.append(str(error))
-            for feature in features:
-                starts.append(starts[-1] + file.write(pickle.dumps(_values_of(feature), 5)))
             lost += sorted({*rows} - {first + feature.position for feature in features})
             if time.monotonic() >= said + _SAY_SECONDS:
                 said, share = time.monotonic(), (rows.stop - low) / (high - low)
                 say(f"  encoding {split.source}: {share:.0%} of {total:,}")
-        file.write(starts.tobytes())
-        file.flush()
+        try:
+            with naming(where):
+                file.write(starts.tobytes())
+                file.flush()
+        except UserError as error:
+            wrong.append(str(error))
         mine = (f"/proc/{os.getpid()}/fd/{file.fileno()}", len(starts) - 1)
         found = dist.gather_objects((mine, lost, wrong, long, bad.errors, bad.needed))
         files, gone, others, longer, named, most = zip(*[found[rank] for rank in ours], strict=True)
