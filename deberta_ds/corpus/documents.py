@@ -28,6 +28,7 @@ from deberta_ds.corpus.inputs import (
     line_number,
     open_seekable,
     open_stream,
+    suffix_of,
 )
 from deberta_ds.corpus.tables import TABLE_KINDS
 from deberta_ds.data.remote import file_system
@@ -283,13 +284,11 @@ def _remote_state(detail: dict) -> str:
 
 def input_kind(path: str) -> str | None:
     """Return the kind of an input by its suffix (a key of readers.read_unit), None if unknown."""
-    stem, suffix = os.path.splitext(path)
-    if suffix in COMPRESSED_SUFFIXES:
-        suffix = os.path.splitext(stem)[1]
+    suffix = suffix_of(path)
     for kind, suffixes in (("text", TEXT_SUFFIXES), ("warc", WARC_SUFFIXES)):
-        if suffix.lower() in suffixes:
+        if suffix in suffixes:
             return kind
-    return TABLE_KINDS.get(suffix.lower())
+    return TABLE_KINDS.get(suffix)
 
 
 def split(extent: Extent, size: int, limit: int, options: ReadOptions

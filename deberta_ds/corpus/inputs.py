@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zstandard
@@ -19,6 +20,12 @@ COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _REMOTE_BYTES = 1 << 22
 _MOST_BYTES = 1 << 22
 _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
+
+
+def suffix_of(path: str | Path) -> str:
+    """Return the suffix that tells the kind of a file, in lower case: of a.CSV.gz it is .csv."""
+    path = Path(path)
+    return (Path(path.stem) if path.suffix in COMPRESSED_SUFFIXES else path).suffix.lower()
 
 
 def open_bytes(path: str):
@@ -215,8 +222,7 @@ _FRAMES = {".gz": _GzipFrame, ".zst": _zstd_frame,
 
 def is_json_list(path: str) -> bool:
     """Return whether a .json file is one list over all of the file, not a value per line."""
-    stem, suffix = os.path.splitext(path)
-    if (os.path.splitext(stem)[1] if suffix in COMPRESSED_SUFFIXES else suffix).lower() != ".json":
+    if suffix_of(path) != ".json":
         return False
     with open_bytes(path) as file:
         return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.json_files import parse_json
-from deberta_ds.corpus.inputs import COMPRESSED_SUFFIXES, open_bytes, open_seekable
+from deberta_ds.corpus.inputs import open_bytes, open_seekable, suffix_of
 from deberta_ds.tokenizer.text import TO_UTF8
 
 TABLE_KINDS = {".csv": "table", ".tsv": "table", ".jsonl": "json", ".ndjson": "json",
@@ -107,12 +107,6 @@ def read_rows(path: str | Path, file: BinaryIO | None = None, *,
             yield from _separated(path, rows, columns, names)
         else:
             yield from _arrow_rows(path, opened, kind, columns, groups, class_names)
-
-
-def suffix_of(path: str | Path) -> str:
-    """Return the suffix that tells the kind of a file, in lower case: of a.CSV.gz it is .csv."""
-    path = Path(path)
-    return (Path(path.stem) if path.suffix in COMPRESSED_SUFFIXES else path).suffix.lower()
 
 
 def as_utf8(path: str | Path, file: BinaryIO, encoding: str = "") -> BinaryIO:

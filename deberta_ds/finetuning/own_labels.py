@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.tables import suffix_of
+from deberta_ds.corpus.inputs import suffix_of
 from deberta_ds.finetuning.annotations import BAD_ENTITIES, entities_of, hold_spaces, is_entities
 from deberta_ds.finetuning.column_files import PREFIXED
 from deberta_ds.finetuning.labels import (

@@ -18,8 +18,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
-from deberta_ds.corpus.inputs import open_stream
-from deberta_ds.corpus.tables import TABLE_KINDS, is_pair, is_quoted, named, read_each, suffix_of
+from deberta_ds.corpus.inputs import open_stream, suffix_of
+from deberta_ds.corpus.tables import TABLE_KINDS, is_pair, is_quoted, named, read_each
 from deberta_ds.finetuning.annotations import flat
 from deberta_ds.finetuning.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
 from deberta_ds.finetuning.tasks import TableForm, Task
