@@ -14,10 +14,11 @@ from dataclasses import fields
 from itertools import chain
 from mmap import ACCESS_READ, mmap
 from operator import attrgetter
+from typing import BinaryIO
 
 import numpy as np
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import naming
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.process import machine
 from deberta_ds.finetuning.features import Feature, TooLongError, encode
@@ -65,41 +66,20 @@ def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
 
     Call it on every rank; all raise the same error.
     """
-    total, said, starts = len(split.examples), time.monotonic(), array("q", [0])
-    lost, wrong, long, bad = [], [], [], Faults()
+    total, bad, where = len(split.examples), Faults(), f"{split.source}, encoded in memory"
     ours = [rank for rank, name in enumerate(dist.gather_objects(machine())) if name == machine()]
-    low, high = (total * (ours.index(dist.rank()) + n) // len(ours) for n in (0, 1))
-    where = f"{split.source}, encoded in memory"
+    part = range(*(total * (ours.index(dist.rank()) + n) // len(ours) for n in (0, 1)))
+
+    def encode_part() -> tuple[int, list, list]:
+        with naming(where):
+            return _encode_part(file, split, part, tokenizer, settings, say,
+                                None if faults is None else bad)
+
     with naming(where), os.fdopen(os.memfd_create("features"), "wb") as file:
-        for first in range(low, high, _BLOCK_ROWS):
-            rows, features = range(first, min(first + _BLOCK_ROWS, high)), []
-            try:
-                features = encode(
-                    split.task, split.examples[first : rows.stop], tokenizer,
-                    max_length=settings.max_length, window_overlap=settings.window_overlap,
-                    truncation=settings.truncation, faults=None if faults is None else bad)
-                with naming(where):
-                    for feature in features:
-                        starts.append(starts[-1] + file.write(pickle.dumps(_values_of(feature), 5)))
-            except TooLongError as error:
-                long.append((error.needed, error.place, error.count))
-            except UserError as error:
-                wrong.append(str(error))
-            lost += sorted({*rows} - {first + feature.position for feature in features})
-            if time.monotonic() >= said + _SAY_SECONDS:
-                said, share = time.monotonic(), (rows.stop - low) / (high - low)
-                say(f"  encoding {split.source}: {share:.0%} of {total:,}")
-        try:
-            with naming(where):
-                file.write(starts.tobytes())
-                file.flush()
-        except UserError as error:
-            wrong.append(str(error))
-        mine = (f"/proc/{os.getpid()}/fd/{file.fileno()}", len(starts) - 1)
-        found = dist.gather_objects((mine, lost, wrong, long, bad.errors, bad.needed))
-        files, gone, others, longer, named, most = zip(*[found[rank] for rank in ours], strict=True)
-        for text in chain(*others):
-            raise UserError(text)
+        count, lost, long = dist.together(encode_part)
+        mine = (f"/proc/{os.getpid()}/fd/{file.fileno()}", count)
+        found = dist.gather_objects((mine, lost, long, bad.errors, bad.needed))
+        files, gone, longer, named, most = zip(*[found[rank] for rank in ours], strict=True)
         if too_long := [*chain(*longer)]:
             needed, place, _ = max(too_long)
             raise TooLongError(place, needed, sum(count for *_, count in too_long), total,
@@ -109,3 +89,32 @@ def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
             faults.needed = max(faults.needed, *most)
         # No file is closed before all ranks have opened it.
         return dist.together(lambda: Encoded(files, [*chain(*gone)]))
+
+
+def _encode_part(file: BinaryIO, split: Split, part: range, tokenizer: Tokenizer,
+                 settings: Settings, say: Callable[[str], None], faults: Faults | None
+                 ) -> tuple[int, list[int], list[tuple[int, str, int]]]:
+    """Write the features of a part of a split, then where each begins. Return (how many there are,
+    positions of the examples that have none, (tokens, place, count) of what is too long).
+    """
+    said, starts = time.monotonic(), array("q", [0])
+    lost: list[int] = []
+    long: list[tuple[int, str, int]] = []
+    for first in part[::_BLOCK_ROWS]:
+        rows, features = range(first, min(first + _BLOCK_ROWS, part.stop)), []
+        try:
+            features = encode(
+                split.task, split.examples[first : rows.stop], tokenizer,
+                max_length=settings.max_length, window_overlap=settings.window_overlap,
+                truncation=settings.truncation, faults=faults)
+        except TooLongError as error:
+            long.append((error.needed, error.place, error.count))
+        for feature in features:
+            starts.append(starts[-1] + file.write(pickle.dumps(_values_of(feature), 5)))
+        lost += sorted({*rows} - {first + feature.position for feature in features})
+        if time.monotonic() >= said + _SAY_SECONDS:
+            said, share = time.monotonic(), (rows.stop - part.start) / len(part)
+            say(f"  encoding {split.source}: {share:.0%} of {len(split.examples):,}")
+    file.write(starts.tobytes())
+    file.flush()
+    return len(starts) - 1, lost, long

@@ -173,8 +173,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     lines.append(dist.together(lambda: room(run.out_dir, inputs.num_parameters, run.train.keep,
                                             bool(run.train.best_metric))))
     if run.train.upload:
-        dist.together(partial(remote.check_writable, run.train.upload) if dist.is_main()
-                      else lambda: None)
+        dist.on_main(partial(remote.check_writable, run.train.upload))
         lines.append(f"train.upload = {run.train.upload}: can be written, listed and read")
     if dist.is_main():
         print("\n".join(lines))
