@@ -296,7 +296,8 @@ def split(extent: Extent, size: int, limit: int, options: ReadOptions
     if extent.kind == "parquet":
         yield from _split_parquet(extent)
         return
-    whole = (extent.path.endswith(COMPRESSED_SUFFIXES) or extent.kind not in ("text", "json")
+    whole = (extent.path.lower().endswith(COMPRESSED_SUFFIXES)
+             or extent.kind not in ("text", "json")
              or extent.path.startswith("http"))  # not every server gives a part of a file
     if whole or size <= limit or (extent.kind == "text" and options.documents == "file") or (
             is_json_list(extent.path)):

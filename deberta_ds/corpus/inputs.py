@@ -25,17 +25,27 @@ _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
 def suffix_of(path: str | Path) -> str:
     """Return the suffix that tells the kind of a file, in lower case: of a.CSV.gz it is .csv."""
     path = Path(path)
-    return (Path(path.stem) if path.suffix in COMPRESSED_SUFFIXES else path).suffix.lower()
+    return (Path(path.stem) if path.suffix.lower() in COMPRESSED_SUFFIXES else path).suffix.lower()
 
 
 def open_bytes(path: str):
-    """Open for reading bytes, decompressing by suffix; local files without detour."""
+    """Open for reading bytes, decompressing by suffix; local files without detour.
+
+    UserError if a file whose name does not say so is compressed.
+    """
     refuse_pipe(path)
     raw = _open_remote(path) if "://" in path else open(path, "rb")
-    frame = _FRAMES.get(os.path.splitext(path)[1])
-    if frame:
-        return io.BufferedReader(_Frames(raw, frame), 1 << 20)
-    return _open_lz4(raw, path) if path.endswith(".lz4") else raw
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in _FRAMES:
+        return io.BufferedReader(_Frames(raw, _FRAMES[suffix]), 1 << 20)
+    if suffix == ".lz4":
+        return _open_lz4(raw, path)
+    head = raw.peek(6)
+    for form, mark in _MARKS.items():
+        if head.startswith(mark):
+            raw.close()
+            raise UserError(f"{path}: is compressed; rename it to {os.path.basename(path)}{form}")
+    return raw
 
 
 def open_seekable(path: str):
@@ -218,6 +228,7 @@ def _zstd_frame():
 
 _FRAMES = {".gz": _GzipFrame, ".zst": _zstd_frame,
            ".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
+_MARKS = {".gz": b"\x1f\x8b\x08", ".zst": b"\x28\xb5\x2f\xfd", ".xz": b"\xfd7zXZ\0"}
 
 
 def is_json_list(path: str) -> bool:

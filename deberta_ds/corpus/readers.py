@@ -58,7 +58,7 @@ def joined(unit: list[Extent]) -> Iterator[Extent]:
 def _read_lines(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     label = _directory_label(extent, options)
     with open_bytes(extent.path) as file:
-        compressed = extent.path.endswith(COMPRESSED_SUFFIXES)
+        compressed = extent.path.lower().endswith(COMPRESSED_SUFFIXES)
         end = None if compressed else extent.end
         if extent.kind == "json":
             for where, lines, problem in _line_blocks(file, extent.start, end, options):

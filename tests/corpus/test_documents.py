@@ -193,6 +193,19 @@ def test_compressed_files_cut_short_or_damaged_are_refused(tmp_path):
             texts_of([path])
 
 
+def test_a_compressed_file_is_read_by_its_name_in_any_case_or_says_its_name(tmp_path):
+    """Without the suffix it was to be converted by iconv; .GZ was an unknown kind."""
+    for suffix, data in ((".GZ", gzip.compress(json_lines(TEXTS))),
+                         (".Zst", zstandard.compress(json_lines(TEXTS))),
+                         (".xz", lzma.compress(json_lines(TEXTS)))):
+        for path in (tmp_path / f"a.jsonl{suffix}", tmp_path / "a.jsonl"):
+            path.write_bytes(data)
+        assert texts_of([tmp_path / f"a.jsonl{suffix}"]) == TEXTS
+        with pytest.raises(UserError, match="a.jsonl: is compressed; rename it to "
+                                            f"a.jsonl{suffix.lower()}"):
+            texts_of([tmp_path / "a.jsonl"])
+
+
 def test_a_pattern_gives_each_file_once(tmp_path):
     (tmp_path / "d/e").mkdir(parents=True)
     for name in ("d/a.txt", "d/e/b.txt"):
