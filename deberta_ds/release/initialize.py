@@ -87,7 +87,7 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
     encoders, place = objective.encoders(run), run.init.source
     main, generator, generator_place = release.main, release.generator, place
     if run.init.generator:
-        other = read_in_vocabulary(run, run.init.generator)
+        other = read_in_vocabulary(run, run.init.generator, "vocabulary-generator.json")
         release.notes += other.notes
         generator, generator_place = other.generator or other.main, run.init.generator
         # A delta belongs to the generator it was trained with.

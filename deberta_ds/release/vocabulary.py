@@ -34,9 +34,9 @@ _BY_ID = ("words.weight", "words.delta", "mlm_head.bias")
 _ROWS_COUNTED = 1000  # of a corpus
 
 
-def read_in_vocabulary(run: RunConfig, source: str) -> Release:
+def read_in_vocabulary(run: RunConfig, source: str, report: str = REPORT) -> Release:
     """Return the release at `source` with a row for each token of the run's tokenizer; its notes
-    say what was done, OUT/vocabulary.json how each token begins.
+    say what was done, OUT/`report` how each token begins.
     """
     release, rows = read_release(source), run.model.vocab_size
     own, theirs = Tokenizer(run.data.tokenizer), open_tokenizer(release.tokenizer_files)
@@ -61,7 +61,7 @@ def read_in_vocabulary(run: RunConfig, source: str) -> Release:
         del release.main.tensors["words.weight"]
         derive_words(release)  # to the bit the generator's + delta
     release.notes.append(f"token embedding of {source}: {before:,} rows -> {rows:,}; its tokens "
-                         "stay" if is_same else _report(run, source, starts, kinds))
+                         "stay" if is_same else _report(run, source, starts, kinds, report))
     return release
 
 
@@ -156,9 +156,9 @@ def _change_vocabulary(network: Network, parts: list[list[int]], rows: int, know
 
 
 def _report(run: RunConfig, source: str, starts: list[tuple[str, list[str]]],
-            kinds: np.ndarray) -> str:
-    """Write OUT/vocabulary.json and return what it says in short."""
-    path, frequencies = Path(run.out_dir) / REPORT, _frequencies(run, len(kinds))
+            kinds: np.ndarray, report: str) -> str:
+    """Write OUT/`report` and return what it says in short."""
+    path, frequencies = Path(run.out_dir) / report, _frequencies(run, len(kinds))
     counts = np.bincount(kinds, minlength=3).tolist()
     shares = (np.bincount(kinds, frequencies, 3) / max(1, frequencies.sum())).tolist()
     figures: dict[str, dict] = {name: {"tokens": count, "share_of_text": round(share, 6)}
@@ -172,7 +172,7 @@ def _report(run: RunConfig, source: str, starts: list[tuple[str, list[str]]],
     said = ", ".join(f"{counted(count, 'token')} {name} ({share:.2%} of the text)"
                      for name, count, share in zip(CLASSES, counts, shares, strict=True))
     return (f"WARNING: {run.data.tokenizer} has other tokens than the tokenizer of {source}; token "
-            f"embeddings: {said}; {REPORT} in the run's directory lists them")
+            f"embeddings: {said}; {report} in the run's directory lists them")
 
 
 def _frequencies(run: RunConfig, size: int) -> np.ndarray:

@@ -33,12 +33,13 @@ WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
 KINDS = ("sentencepiece", "roberta", "bert_cased", "unigram", "llama", "deberta_v1")
 
 
-def started(tmp_path, source, tokenizer, kind="rtd", **objective):
+def started(tmp_path, source, tokenizer, kind="rtd", generator="", **objective):
     """Return ({parameter: first value}, notes, report) of a run with `tokenizer` from `source`."""
     run, own = run_config("v3", kind, **objective), Tokenizer(tokenizer)
     make_corpus(tmp_path / "corpus", [own.encode("The quick brown fox jumps.")] * 9, own)
     run = dataclasses.replace(
-        run, out_dir=str(tmp_path / "out"), init=InitConfig(source=str(source)),
+        run, out_dir=str(tmp_path / "out"),
+        init=InitConfig(source=str(source), generator=str(generator)),
         model=dataclasses.replace(run.model, vocab_size=padded_rows(own.size)),
         data=dataclasses.replace(run.data, tokenizer=str(tokenizer), seq_len=64,
                                  sources=(SourceConfig(path=str(tmp_path / "corpus")),)))
@@ -216,6 +217,17 @@ def test_a_named_generator_of_another_vocabulary_and_shape(tmp_path):
         started_with(run, "deeper", layers=3)
     with pytest.raises(UserError, match="name one of the discriminator's shape"):
         started_with(run, "wider", hidden_size=64)
+
+
+def test_a_named_generator_has_a_report_of_its_own(tmp_path):
+    """It was written over that of the source."""
+    for name in ("source", "generator"):
+        write_hugging_face(make_release("v3"), tmp_path / name)
+    _, _, report = started(tmp_path, tmp_path / "source", directory_of("roberta"),
+                           generator=tmp_path / "generator")
+    other = json.loads((tmp_path / "out/vocabulary-generator.json").read_text())
+    assert report.pop("source").endswith("source") and other.pop("source").endswith("generator")
+    assert report == other
 
 
 def test_a_source_whose_tokenizer_has_ids_beyond_its_table_is_refused(tmp_path):
