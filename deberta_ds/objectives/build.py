@@ -64,9 +64,10 @@ def freeze_problems(run: RunConfig, ds: dict) -> list[str]:
     names = [name for name, _ in on_meta(build_model, run).named_parameters()]
     parts, held = parts_of(names), held_parameters(run, names)
     known = [part for part in parts if "layers." not in part]
+    ranges = [f"{part}.0-{sum(one.startswith(f'{part}.') for one in parts) - 1}"
+              for part in known if part.endswith("layers")]
     problems = [f"train.freeze: no {label!r} in this model{nearest(label, known)}; there are "
-                f"{', '.join(known)}, and of layers 0 to {run.model.num_layers - 1} also "
-                "layers.N and layers.N-M"
+                f"{', '.join(known)}, and single layers or some of {', '.join(ranges)}"
                 for label in train.freeze if not parameters_in(parts, label)]
     if len(set.union(*held)) == len(names):
         problems.append("train.freeze names every parameter; leave out a part to be trained")

@@ -144,6 +144,7 @@ def test_what_cannot_be_frozen_is_named(tmp_path):
     text = problems("embedings", "layers.2-9", "layers.3-1", freeze_steps=20)
     assert "no 'embedings' in this model; did you mean embeddings?; there are" in text
     assert "no 'layers.2-9'" in text and "no 'layers.3-1'" in text
+    assert "layers.0-3, generator.layers.0-1, discriminator.layers.0-3\n" in text
     assert "generator, discriminator" not in text.split("did you mean")[0]
     assert "train.freeze_steps = 20: not below train.steps = 20" in text
     text = problems("embeddings", "encoder", "head")
