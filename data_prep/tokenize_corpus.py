@@ -81,7 +81,10 @@ def main() -> None:
 
 def say_if_empty(args, documents: int, heldout_documents: int) -> None:
     """Say what to do where no document of a small corpus fell to the held-out part."""
-    if heldout_documents == 0:
+    if documents + heldout_documents == 0:
+        print(f"{args.out}: no document is left; give other text, filters or lists to leave out",
+              file=sys.stderr)
+    elif heldout_documents == 0:
         more = min(0.5, max(2 * args.heldout_share, FEW_DOCUMENTS / max(1, documents)))
         print(f"{args.heldout_out}: no document fell to it, and an evaluation needs some; remove "
               f"both directories and hold out more: --heldout_share {more:.2g}"

@@ -23,6 +23,7 @@ def main() -> int:
     args = parser.parse_args()
 
     from deberta_ds.base.numbers import counted
+    from deberta_ds.config.toml_files import BUILT
     from deberta_ds.corpus.damage import damaged_files
     from deberta_ds.corpus.documents import input_kind
     from deberta_ds.corpus.outputs import fetch
@@ -31,7 +32,7 @@ def main() -> int:
 
     def is_corpus(path: str) -> bool:
         names = os.listdir(path) if os.path.isdir(path) else ["a file"]
-        return not names or ".job.json" in names or "manifest.json" in names or (
+        return not names or bool({".job.json", "manifest.json", BUILT} & {*names}) or (
             "://" in path and "*" not in path and input_kind(path) is None)
 
     corpora = list(filter(is_corpus, args.inputs))

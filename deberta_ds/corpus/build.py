@@ -167,12 +167,13 @@ class Build:
             filters=self._filters[number], words=corpus.words, workers=self._workers, part=part)
         for target, manifest in made.items():
             if not manifest.documents:
-                left_out = {key: count for key, count in manifest.counts.items() if count}
+                left_out = [f"{key} {count:,}" for key, count in manifest.counts.items() if count]
                 raise UserError(
-                    f"{target}: no document of {corpus.name} is left for it ({left_out}); give "
+                    f"{target}: no document of {corpus.name} is left for it ("
+                    f"{', '.join(left_out)}; data_prep/filter.py shows what filters drop); give "
                     f"more text, or remove {self.out / 'train'} and {self.out / 'heldout'} and "
-                    "take another --heldout_share=X (heldout = false: none is held out of this "
-                    "corpus)")
+                    "take other filters, another --heldout_share=X, or heldout = false in its "
+                    "[[corpora]]: it needs no held-out part then")
 
     def manifests(self) -> dict[Path, Manifest]:
         """Return what was made: the manifest of each directory."""

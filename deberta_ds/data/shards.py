@@ -34,6 +34,7 @@ from pydantic import Field
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.files import atomic_path, write_atomic, xxh3
 from deberta_ds.base.json_files import parse_json, typed
+from deberta_ds.config.toml_files import BUILT
 
 FRAME_TOKENS = 2  # [CLS] and [SEP] of every piece
 OPEN_ROWS = 64
@@ -143,6 +144,8 @@ def write_manifest(directory: str | Path, value: Manifest | RowsManifest) -> str
 def read_manifest(directory: str | Path) -> tuple[Manifest, str]:
     """Return (manifest, content_hash) of a corpus; UserError if missing, damaged or too new."""
     remedy = "run data_prep/tokenize_corpus.py to the end, or give the right directory"
+    if (Path(directory) / BUILT).exists():
+        remedy = f"build.py made it; name one of the corpora in {directory}/train"
     return read_checked(directory, Manifest, FORMAT_VERSION, _UNFINISHED, remedy)
 
 

@@ -148,7 +148,8 @@ def load_finetuned(path: str | Path) -> Finetuned:
     """Return what `save_finetuned` wrote at `path`; UserError if it is not one or is damaged."""
     path = Path(path)
     if not (path / FACTS).is_file():
-        raise UserError(f"{path}: no {FACTS} there; name the model/ directory of a fine-tuned run")
+        raise UserError(f"{path}: no {FACTS} there; name a fine-tuned run, OUT/TASK/seed-N, or "
+                        "its model/")
     facts = read_json(path / FACTS)
     if facts.get("format") != _FORMAT or not {"task", "settings", "threshold"} <= facts.keys():
         raise UserError(f"{path / FACTS}: format {facts.get('format')!r} without task, settings or "

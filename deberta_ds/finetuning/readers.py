@@ -252,7 +252,7 @@ def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
     if names and (twice := names.most_common(1)[0])[1] > 1:
         raise UserError(f"{val.source}: {twice[1]} rows have the id {twice[0]!r}; each that is "
                         "evaluated needs its own, under which its prediction is filed")
-    note = f"{val.source} carved by passage, seed {seed}"
+    note = f"{val.source} split by its first text, seed {seed}"
     return (Split(val.task, "train", note, tuple(train)),
             Split(val.task, "val", note, tuple(sorted(kept, key=lambda example: example.key))))
 

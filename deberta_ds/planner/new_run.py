@@ -150,10 +150,10 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
         raise UserError(f"{file}: its model does not fit; use devices with more memory")
     seen = min(most, seconds * best.tokens_per_second)
     changes |= _of_steps(int(seen / (batch * length)), batch * length, tokens, best,
-                         "the text" if seen == most else f"{hours:g} hours")
+                         "the text" if seen == most else f"{hours:g} h")
     return _file(file, changes, (
         f"{name}: {file}, the largest recipe for {format_count(tokens)} tokens of text, "
-        f"{FEW_EPOCHS} epochs and {hours:g} hours{larger}. Values without a reason are that "
+        f"{FEW_EPOCHS} epochs and {hours:g} h{larger}. Values without a reason are that "
         f"file's. {hint}")), best.stage
 
 

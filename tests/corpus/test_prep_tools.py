@@ -173,6 +173,13 @@ def test_stats_count_every_token(text_file, tmp_path):
     assert "rows-64" in text and "top 20 tokens" in text and "WARNING" not in text
 
 
+def test_what_build_made_is_no_corpus_but_holds_some(tmp_path):
+    """verify.py took its manifests for bad input: "25 bad files"."""
+    (tmp_path / "corpus.json").write_text("{}")
+    with pytest.raises(UserError, match="name one of the corpora in .*/train"):
+        run_main("data_prep/verify.py", tmp_path)
+
+
 def test_show_and_verify_run(text_file, tmp_path):
     out = tmp_path / "out"
     tokenize(text_file, out)
