@@ -177,10 +177,14 @@ def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataF
     with tempfile.TemporaryDirectory() as scratch:
         table, out = Path(scratch) / "rows.jsonl", Path(scratch) / "out.jsonl"
         table.write_text("".join(json.dumps(dict(row), default=str) + "\n" for row in rows))
-        predict_file(saved, table, out, init_distributed(), global_batch_size=batch_size,
-                     max_length=saved.settings.max_length, max_bad=max_bad)
-        scores = out.with_suffix(".scores.json")
-        return Predictions([json.loads(line) for line in out.read_text().splitlines()],
+        try:
+            predict_file(saved, table, out, init_distributed(), global_batch_size=batch_size,
+                         max_length=saved.settings.max_length, max_bad=max_bad)
+        except UserError as error:  # without the names of files that are gone when it is read
+            text = str(error).replace(f"\n  (all in {out}.bad_rows.txt)", "")
+            raise UserError(text.replace(str(table), "rows")) from None
+        scores, text = out.with_suffix(".scores.json"), out.read_text().replace(str(table), "rows")
+        return Predictions([json.loads(line) for line in text.splitlines()],
                            json.loads(scores.read_text()) if scores.is_file() else None)
 
 

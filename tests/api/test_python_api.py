@@ -115,7 +115,9 @@ def test_labelled_rows_are_scored_and_a_frame_is_rows(names):
     assert (found.scores["metrics"]["accuracy"]["value"] == 100.0) == right
     assert deberta_ds.predict(names["FINETUNED"], [{"text": "x"}]).scores is None
     odd = deberta_ds.predict(names["FINETUNED"], [{"text": 1.5}, {"text": "x"}], max_bad=1)
-    assert "error" in odd.rows[0] and "prediction" in odd.rows[1]
+    assert odd.rows[0]["error"].startswith("rows:1: ") and "prediction" in odd.rows[1]
+    with pytest.raises(UserError, match=r"(?s)^(?!.*\(all in).*rows:2: "):
+        deberta_ds.predict(names["FINETUNED"], [{"text": 1.5}, {"text": 2.5}])
 
 
 def test_mistakes_are_one_error(names):

@@ -191,7 +191,7 @@ def test_options_of_single_commands_have_the_limits_of_the_recipe(capsys):
     ('--corpora=[{name = "a", inputs = ["text"]}, {name = "b", inputs = ["text/a.txt"]}]',
      "named twice among the inputs"),
     ('--corpora=[{name = "a", inputs = ["text"], words = "jieba"}]', "'jieba' is not FILE.py:NAME"),
-    ("--heldout_share=0.0001", "no document of web is left for it (duplicate 1"),
+    ("--heldout_share=0.0001", "no document of web is left for it (contaminated 1, duplicate 2; "),
     ('--against=["none"]', "none: no such file")])
 def test_what_is_wrong_with_a_recipe(override, message):
     with pytest.raises(UserError) as refused:

@@ -191,18 +191,22 @@ def test_show_and_verify_run(text_file, tmp_path):
     assert Corpus(out, seq_len=64).content_hash[:16] in printed[1]
 
 
-def test_a_held_out_part_that_got_no_document_is_said_at_once(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("options, message", [
+    ([], "held: no document fell to it"),
+    (["--min_characters", "9999"], "web: no document is left")])
+def test_a_part_that_got_no_document_is_said_at_once(tmp_path, monkeypatch, capsys, options,
+                                                     message):
     """It was first said by the training, which asked to widen a "part (0.0, 1.0) of 0 shards"."""
     write_json_lines(tmp_path / "few.jsonl", SENTENCES[:4])
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setattr(sys, "argv", [
         "tokenize_corpus.py", str(tmp_path / "few.jsonl"), "--out", str(tmp_path / "web"),
-        "--tokenizer", str(tokenizer_path()), "--heldout_out", str(tmp_path / "held")])
+        "--tokenizer", str(tokenizer_path()), "--heldout_out", str(tmp_path / "held"), *options])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(SCRIPTS / "tokenize_corpus.py"), run_name="__main__")
     assert end.value.code == 0
-    assert "held: no document fell to it" in (said := capsys.readouterr().err)
-    assert "--heldout_share 0.5" in said
+    assert message in (said := capsys.readouterr().err)
+    assert ("--heldout_share 0.5" in said) == (not options)
     pack_corpus(tmp_path / "held", tiny_tokenizer(), 32)
     with pytest.raises(UserError, match="held: has no documents; .*--heldout_share"):
         Corpus(tmp_path / "held", seq_len=32)
