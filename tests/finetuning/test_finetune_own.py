@@ -281,11 +281,11 @@ def test_the_first_page_of_the_docs_works_as_it_is_written(process_group, tmp_pa
         (tmp_path / name).write_text("\n".join(["id,title,body,queue", *lines]) + "\n")
     start, settings = tiny_start(), Settings()
     model = build_model(task_named("RTE"), start, settings, 1)
-    save_finetuned(tmp_path / "runs/base/hf", task_named("RTE"), settings, start.config,
+    save_finetuned(tmp_path / "my-deberta", task_named("RTE"), settings, start.config,
                    dict(model.state_dict()), start.tokenizer)
     for number, command in enumerate(commands.splitlines()):
         _, script, *words = command.split()
-        words = [str(tmp_path / word) if re.search(r"[/.]", word) else word for word in words]
+        words = [str(tmp_path / word) if re.search(r"[/.]|^my-", word) else word for word in words]
         log = run_ranks(1, words, tmp_path / f"log{number}", ROOT / script)
         assert "Traceback" not in log
         if script.endswith("finetune.py"):
