@@ -15,7 +15,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import encoded as encoding
 from deberta_ds.finetuning import features as module
 from deberta_ds.finetuning.features import TooLongError, collate, encode, token_range, window_starts
-from deberta_ds.finetuning.heads import MentionHead, TaskModel, mean_by
+from deberta_ds.finetuning.heads import MentionHead, TaskModel, loss_sum, mean_by
 from deberta_ds.finetuning.layouts import Example, TextSpan, without_highlight_marks
 from deberta_ds.finetuning.predict import num_scores, predictions_of
 from deberta_ds.finetuning.readers import Split, read_split
@@ -263,6 +263,17 @@ def test_an_example_of_weight_zero_adds_nothing(name):
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, padded[key], rtol=1e-4, atol=1e-6)
         assert name == "COPA" or parameter.grad is not None
+
+
+def test_the_mentions_of_an_answer_are_what_is_learned():
+    for feature, example in zip(encoded("ReCoRD"), sample("ReCoRD").examples, strict=True):
+        right = {example.names[slot] for slot, label in enumerate(feature.slot_labels) if label}
+        wrong = {example.names[slot] for slot, label in enumerate(feature.slot_labels) if not label}
+        assert right == set(example.gold) & set(example.names) and wrong and not right & wrong
+        batch = collate([feature])
+        losses = [loss_sum("mentions", sign * (2 * batch.slot_labels_K - 1), batch)
+                  for sign in (1, -1)]
+        assert losses[0] < losses[1]
 
 
 def test_the_mention_head_is_its_formula():

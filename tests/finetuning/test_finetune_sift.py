@@ -50,14 +50,16 @@ def test_what_a_longer_neighbour_pads_an_answer_with_weighs_nothing():
 
 def test_gradients_are_those_of_symmetric_kl():
     torch.manual_seed(1)
-    p = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    t = torch.randn(6, 3, dtype=torch.float64)
-    (found,) = torch.autograd.grad(divergence(p, t, "symmetric_kl").sum(), p)
+    p, t = (torch.randn(6, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    found = torch.autograd.grad(divergence(p, t, "symmetric_kl").sum(), (p, t))
     log_p, log_t = p.log_softmax(-1), t.log_softmax(-1)
     # Each half lets only its own student move.
-    kl = (log_t.exp() * (log_t - log_p)).sum()
-    (wanted,) = torch.autograd.grad(kl, p)
-    torch.testing.assert_close(found, wanted)
+    for student, teacher, scores, gradient in ((log_p, log_t, p, found[0]),
+                                               (log_t, log_p, t, found[1])):
+        kl = (teacher.detach().exp() * (teacher.detach() - student)).sum()
+        (wanted,) = torch.autograd.grad(kl, scores, retain_graph=True)
+        torch.testing.assert_close(gradient, wanted)
+    assert torch.autograd.grad(divergence(p, t, "kl").sum(), t, allow_unused=True) == (None,)
 
 
 def test_regression_is_per_row_and_not_a_softmax_over_the_batch():

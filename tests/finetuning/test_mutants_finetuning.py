@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from deberta_ds.finetuning import loop, metrics
+from deberta_ds.finetuning import loop, metrics, resume
 from deberta_ds.finetuning.layouts import Example
+from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import Task
 
 
@@ -72,3 +73,20 @@ def test_updates_of_a_group_are_dealt_by_length_and_made_in_the_groups_own_order
         rows = sorted(order[2 * low:2 * low + 8].tolist(), key=lambda row: lengths[row])
         turn = np.random.default_rng([3, 0, low]).permutation(4)[step - low]
         assert loop.stream(lengths, 3, step, 2, 4) == rows[2 * turn:2 * turn + 2]
+
+
+def test_a_save_at_an_evaluation_holds_what_was_evaluated(monkeypatch):
+    saved, evaluated = [], []
+    monkeypatch.setattr(loop, "Checkpoints", lambda *_: SimpleNamespace(
+        restore=lambda: resume.Progress({}, 1), is_due=lambda at_evaluation: at_evaluation,
+        save=lambda progress: saved.append(progress.step), seconds=lambda: 0.0))
+    monkeypatch.setattr(loop, "train_step", lambda *_, request, **__: SimpleNamespace(
+        sums={"loss": 1.0, "adversarial": 0.0}, request=request))
+    monkeypatch.setattr(loop, "_evaluate_and_keep",
+                        lambda job, engine, progress, *_: evaluated.append(progress.step))
+    monkeypatch.setattr(loop, "set_learning_rate", lambda *_: None)
+    monkeypatch.setattr(loop, "micro_batches", lambda *_: [])
+    settings = Settings(epochs=2, global_batch_size=4, learning_rate=1e-3)
+    job = SimpleNamespace(task=task_of("accuracy", "classify"), seed=1, settings=settings)
+    loop._updates(job, None, settings.optim(7), [SimpleNamespace(num_tokens=3)] * 13, 7)
+    assert saved == evaluated == [4, 7]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 from superglue_helpers import saved_model, tiny_start
 from test_finetune_own import rows_of, train, write_task
@@ -55,6 +56,16 @@ def test_intervals_are_percentiles_of_the_metric_over_drawn_examples(head):
     assert [found["score"]["low"], found["score"]["high"]] == pytest.approx(
         np.percentile(means, (2.5, 97.5)))
     assert found == scores_of(task, examples, guess)  # the same draws at every call
+
+
+@pytest.mark.parametrize("head", ["classify", "multilabel"])
+def test_classes_are_scored_as_by_scikit_learn(head):
+    names, labels, gold, guess = CASES[head]
+    found = scores_of(task_of(*names, head=head, labels=labels), labelled(gold), guess)["classes"]
+    wanted = sklearn.metrics.precision_recall_fscore_support(gold, guess, zero_division=0)
+    assert list(found) == list(labels)
+    for values, *theirs in zip(found.values(), *wanted, strict=True):
+        assert list(values.values()) == pytest.approx(theirs)
 
 
 def test_units_are_multircs_questions_and_ax_gs_pairs():
