@@ -142,6 +142,8 @@ def test_every_answer_of_a_window_is_found_in_characters_and_the_rest_point_to_c
                 found = context[offsets[first - low][0] : offsets[last - low][1]]
                 assert example.gold[0] in found and len(found) <= len(example.gold[0]) + 2
             assert (first == 0) == (last == 0)
+            assert (first > 0) == any(offsets[0][0] <= answer.start and answer.end <= offsets[-1][1]
+                                      for answer in example.spans)
         assert len(seen) >= len(set(tokenizer.encode_with_offsets(context)[1])) and whole
         assert bool(targets.any()) == bool(example.gold)  # an answer is whole in some window
 

@@ -9,7 +9,7 @@ import pytest
 from test_finetune_own import write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.labels import read_list
+from deberta_ds.finetuning.labels import has_decimal_commas, read_list
 from deberta_ds.finetuning.own import load_own_task
 from deberta_ds.finetuning.readers import count_shared, read_split
 
@@ -242,6 +242,13 @@ def test_several_tables_and_a_data_set_of_the_hub(tmp_path_factory):
     assert found.labels == ("no", "yes") and found.files["train"] == hub
     assert [example.label for example in examples] == [0, 1, 1, 1, 0]
     assert examples[0].place == f"{hub}:row 1"
+
+
+@pytest.mark.parametrize(("values", "has"), [
+    (["1,5", "2,250"], True), (["1,500", "2,250"], False), (["1,5", "2.5"], False),
+    (["15", "20"], False), (["1,5", "7"], True), (["1,5", "a,b"], False)], ids=str)
+def test_a_comma_is_a_decimal_mark_unless_all_may_part_thousands(values, has):
+    assert has_decimal_commas(values) is has
 
 
 def test_texts_that_validation_shares_with_train_are_counted(tmp_path):

@@ -195,12 +195,14 @@ def test_a_long_text_is_read_in_windows_and_nothing_is_cut(tmp_path, how):
     shown = [list(row[1:-3]) for row in first.sequences]  # without [CLS], [SEP] b [SEP]
     assert shown[0] == ids[:len(shown[0])] and shown[-1] == ids[-len(shown[-1]):]
     model = build_model(task, start, settings, 1).eval()
+    torch.nn.init.constant_(model.head.classifier.bias, -9.0)
     with torch.no_grad():
         whole = model(collate(features)).scores
         each = torch.cat([model(collate([dataclasses.replace(first, sequences=(row,))])).scores
                           for row in first.sequences])
     expected = each.mean(0) if how == "windows_mean" else each.amax(0)
     torch.testing.assert_close(whole, torch.stack([expected] * 2))
+    assert whole.max() < -8  # nothing but windows is compared
 
 
 def test_a_choice_is_not_read_in_windows(tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from deberta_ds.finetuning import loop, metrics, resume
+from deberta_ds.finetuning import loop, metrics, predict_file, resume
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import Task
@@ -90,3 +90,11 @@ def test_a_save_at_an_evaluation_holds_what_was_evaluated(monkeypatch):
     job = SimpleNamespace(task=task_of("accuracy", "classify"), seed=1, settings=settings)
     loop._updates(job, None, settings.optim(7), [SimpleNamespace(num_tokens=3)] * 13, 7)
     assert saved == evaluated == [4, 7]
+
+
+def test_probabilities_are_those_of_classes_or_of_each_label_alone():
+    values = np.array([1.0, -2.0])
+    for head, guess, wanted in (("classify", 0, np.exp(values) / np.exp(values).sum()),
+                                ("multilabel", (1, 0), 1 / (1 + np.exp(-values)))):
+        line = predict_file._predicted(task_of("accuracy", head, "ab"), None, guess, values, {})
+        np.testing.assert_allclose(list(line["probabilities"].values()), wanted, atol=5e-6)
