@@ -1,5 +1,6 @@
 """Settings of fine-tuning: checked, later ones win, and every preset fits every task."""
 
+import argparse
 import dataclasses
 
 import numpy as np
@@ -83,6 +84,15 @@ def test_the_default_learning_rate_is_the_published_one_of_a_size(model, low, hi
     assert low <= learning_rate_for(ModelConfig(**MODELS[model])) <= high
 
 
+def test_the_optimizer_is_the_official_one():
+    """microsoft/DeBERTa: AdamW 0.9, 0.999 and 1e-6, decay 0.01, norms up to 1, a linear decay."""
+    optim = Settings(learning_rate=2e-5).optim(250)
+    assert (optim.name, optim.betas, optim.eps) == ("adamw", (0.9, 0.999), 1e-6)
+    assert (optim.weight_decay, optim.clip_norm, optim.schedule) == (0.01, 1.0, "linear")
+    assert (optim.warmup_steps, optim.min_learning_rate_share) == (15, 0.0)
+    assert Settings(learning_rate=2e-5, warmup_steps=500).optim(250).warmup_steps == 250
+
+
 def test_a_learning_rate_that_was_given_stays(process_group, tmp_path):
     """The default of base models, 2e-5, left small ones at chance."""
     path = write_task(tmp_path, "classification", rows_of("classification", 8), "epochs = 1")
@@ -92,6 +102,18 @@ def test_a_learning_rate_that_was_given_stays(process_group, tmp_path):
         result = train(path, tmp_path / f"out{len(given)}", *given, say=said.append)
         assert bool(given) != any("by the size of the encoder" in line for line in said)
         assert result["settings"]["learning_rate"] == wanted != 0
+
+
+def test_sift_has_the_published_weight_unless_it_is_set(tmp_path, monkeypatch):
+    monkeypatch.setattr("deberta_ds.engine.engine.check_deepspeed", lambda *_: [])
+    monkeypatch.setattr("deberta_ds.finetuning.models.open_start", lambda *_: tiny_start())
+    monkeypatch.setattr("deberta_ds.training.setup.join_with_kernels", lambda choose: ["none"])
+    given = argparse.Namespace(
+        sift=True, config=None, data="x", deepspeed_config=None, model="m", tokenizer=None, seeds=1,
+        out=tmp_path, carve_train=[], any_size=True, max_bad=0, skip_test=False)
+    tasks = tuple(map(task_named, ("RTE", "CB")))
+    plan = options.build_sweep(given, ["--RTE.sift_weight=0.5"], tasks, {}, keep_models=False)
+    assert [resolve(task, plan.settings).sift_weight for task in tasks] == [0.5, 5.0]
 
 
 PRESETS = sorted((ROOT / "launch" / "runs" / "superglue").glob("*.toml"))

@@ -1,12 +1,17 @@
 """What changed numbers of fine-tuning without a test noticing (docs/evidence/reliability.md)."""
 
+import dataclasses
+import json
 from types import SimpleNamespace
 
 import numpy as np
 
+from deberta_ds.checkpoint.find import Found
 from deberta_ds.finetuning import loop, metrics, predict_file, resume
-from deberta_ds.finetuning.layouts import Example
+from deberta_ds.finetuning.job import digest
+from deberta_ds.finetuning.layouts import Example, TextSpan
 from deberta_ds.finetuning.settings import Settings
+from deberta_ds.finetuning.submission import render
 from deberta_ds.finetuning.tasks import Task
 
 
@@ -98,3 +103,34 @@ def test_probabilities_are_those_of_classes_or_of_each_label_alone():
                                 ("multilabel", (1, 0), 1 / (1 + np.exp(-values)))):
         line = predict_file._predicted(task_of("accuracy", head, "ab"), None, guess, values, {})
         np.testing.assert_allclose(list(line["probabilities"].values()), wanted, atol=5e-6)
+
+
+def test_a_run_stands_only_for_one_of_the_same_texts_labels_and_answers():
+    example = Example((0,), (("a",),), 1)
+    changes = ({"sequences": (("b",),)}, {"label": 0}, {"spans": (TextSpan(0, 0, 1),)},
+               {"names": ("a",)}, {"gold": ("a",)})
+    examples = [example, *(dataclasses.replace(example, **change) for change in changes)]
+    task = task_of("accuracy", "classify", "ab")
+    found = {digest(task, SimpleNamespace(examples=[one])) for one in examples}
+    assert len(found) == len(examples)
+
+
+def test_seconds_are_those_of_all_starts(tmp_path, monkeypatch):
+    now, progress = [100.0], resume.Progress({}, 1, step=4, seconds=50.0)
+    monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(resume, "read_progress", lambda path: progress)
+    monkeypatch.setattr(resume, "keep_best", lambda *_: None)
+    monkeypatch.setattr(resume, "find", SimpleNamespace(
+        find=lambda *_: Found(tmp_path), load=lambda *_: None))
+    job = SimpleNamespace(task=task_of("accuracy", "classify"), seed=1, say=print, out=tmp_path)
+    checkpoints = resume.Checkpoints(job, None)
+    checkpoints.restore()
+    now[0] += 7
+    assert checkpoints.seconds() == 57.0
+
+
+def test_entities_of_characters_are_submitted_as_the_training_table_has_them():
+    example = Example((7,), (("a bc d",),), None, tuple(TextSpan(0, n, n + 1) for n in range(6)))
+    task = dataclasses.replace(task_of("span_f1", "tags", ("O", "B-X", "I-X")), words="raw")
+    line = json.loads(render(task, [example], [(1, 0, 1, 2, 0, 0)]))
+    assert line == {"idx": 7, "label": [[0, 1, "X"], [2, 4, "X"]]}
