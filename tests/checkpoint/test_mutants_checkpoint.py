@@ -1,7 +1,9 @@
 """What lost a wait or a byte of a save without a test noticing (docs/evidence/reliability.md)."""
 
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import thread_ranks
@@ -11,10 +13,13 @@ from safetensors.torch import load_file
 from test_saving import engine_state  # noqa: F401
 
 from deberta_ds.base import files
+from deberta_ds.base.files import xxh3
 from deberta_ds.checkpoint import find, save
 from deberta_ds.checkpoint.find import CheckpointError
 from deberta_ds.checkpoint.run_record import RunRecord
-from deberta_ds.checkpoint.saved_state import rank_file
+from deberta_ds.checkpoint.saved_state import SavedState, rank_file
+from deberta_ds.engine.layout import Piece, replicated
+from deberta_ds.engine.state import COUNTERS, Buffer
 
 RECORD = RunRecord(**RUN_RECORD | {"step": 5, "config": {}})
 
@@ -94,6 +99,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_a_whole_one(tmp_path):
     for path in paths:
         path.mkdir(parents=True)
         (path / find.MANIFEST).write_text("{}")
+    (tmp_path / ".best.tmp").symlink_to("nowhere")  # of a save that was killed
     save.point_best(paths[0])
     (unfinished := find.path_of(tmp_path, 4)).mkdir()
     save.point_best(unfinished)
@@ -106,3 +112,93 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_a_whole_one(tmp_path):
     save.point_best(unfinished)
     assert len(save.set_aside(tmp_path, 1)) == 1
     assert not (tmp_path / "best").is_symlink()  # it would point to nothing
+
+
+def fake_checkpoint(path, *, world_size: int = 1, step: int | None = None, **record):
+    """A directory that names the file of its first rank; of `step` in its manifest."""
+    path.mkdir(parents=True)
+    (path / find.RUN_FILE).write_text(json.dumps({"world_size": world_size} | record))
+    for name in (find.LAYOUT_FILE, rank_file(0)):
+        (path / name).write_text("")
+    names = (find.RUN_FILE, find.LAYOUT_FILE, rank_file(0))
+    files = {name: {"bytes": (path / name).stat().st_size, "xxh3": xxh3(path / name)}
+             for name in names}
+    (path / find.MANIFEST).write_text(json.dumps({
+        "version": find.VERSION, "world_size": world_size, "files": files,
+        "step": find.step_of(path) if step is None else step}))
+    return path
+
+
+def test_a_manifest_names_every_rank_and_is_of_its_own_step(tmp_path):
+    assert not find.problems_of(fake_checkpoint(find.path_of(tmp_path, 1)))
+    path = fake_checkpoint(find.path_of(tmp_path, 2), world_size=3)
+    assert find.problems_of(path) == [
+        f"manifest.json does not name {rank_file(rank)}" for rank in (1, 2)]
+    for number, step in enumerate((3, 5), 10):
+        path = fake_checkpoint(tmp_path / str(number) / "step-00000004", step=step)
+        assert find.problems_of(path) == ["manifest.json is damaged"]
+
+
+def test_a_command_with_a_path_goes_on_from_what_it_has_saved_since(tmp_path):
+    place = str(fake_checkpoint(tmp_path / "other" / "step-00000007"))
+    assert find.find(tmp_path / "out", place).path == Path(place)
+    for step, source in ((5, place), (8, place), (9, "")):
+        fake_checkpoint(find.path_of(tmp_path / "out", step), begun_from=source)
+    found = find.find(tmp_path / "out", place)
+    assert (find.step_of(found.path), found.begun_from) == (8, place)
+    (find.path_of(tmp_path / "out", 9) / find.MANIFEST).unlink()
+    assert find.find(tmp_path / "out", "auto").begun_from == place  # its command may come again
+
+
+class _State:
+    """Of parameters "a", which never had a gradient, and "b"."""
+
+    loss_scale, buffers, step = {"cur_scale": 8.0}, {}, torch.tensor(3.0)
+
+    def __init__(self, directory=""):
+        self.counters = {"global_steps": 3}
+
+    def state_keys(self, name):
+        return ["exp_avg"] if name == "b" else []
+
+    def scalars(self, name):
+        return {"step": self.step} if name == "b" else {}
+
+    def read(self, name, key, start, count):
+        return torch.full((count,), 1.0 if name == "a" else 2.0)
+
+
+def test_a_restore_writes_moments_counters_and_the_loss_scale_of_all(monkeypatch):
+    done, state = [], {}
+    flats = [Buffer(torch.zeros(4), (("a", Piece(0, 0, 0, 0, 2)), ("b", Piece(0, 0, 2, 0, 2)))),
+             Buffer(torch.zeros(2), (("b", Piece(0, 1, 0, 2, 2)),))]
+    monkeypatch.setattr(find, "SavedState", _State)
+    monkeypatch.setattr(find, "layout_of", lambda engine: None)
+    monkeypatch.setattr(find, "_open_files", lambda *_: None)
+    monkeypatch.setattr(find, "base_optimizer", lambda engine: SimpleNamespace(
+        state=state, param_groups=[{}]))
+    monkeypatch.setattr(find, "buffers", lambda *_, writing: flats)
+    monkeypatch.setattr(find, "write_loss_scale", lambda engine, saved: done.append(saved))
+    monkeypatch.setattr(find.dist, "barrier", lambda: done.append("barrier"))
+    engine = SimpleNamespace(module=torch.nn.Module())
+    find.load(engine, "x")
+    assert done == [{"cur_scale": 8.0}, "barrier"]  # nobody goes on while a file is read
+    assert engine.global_steps == 3 and flats[0].weights.tolist() == [1, 1, 2, 2]
+    entries = [state[flat.weights] for flat in flats]
+    assert [entry["exp_avg"].tolist() for entry in entries] == [[1, 1, 2, 2], [2, 2]]
+    entries[0]["step"] += 1  # in place, as AdamW counts
+    assert [float(entry["step"]) for entry in entries] == [4.0, 3.0]
+    del engine.global_steps
+    find.load(engine, "x", is_other_run=True)
+    assert not hasattr(engine, "global_steps")
+
+
+def test_a_frozen_parameter_of_16_bits_is_read_as_fp32(tmp_path):
+    layout = replicated({"a": (2, 3)}, 1)
+    values = torch.arange(6.0).bfloat16()
+    save.write_stream(tmp_path / rank_file(0), [("0.fp32", values.dtype, 6)], [("0.fp32", values)])
+    (tmp_path / find.LAYOUT_FILE).write_text(json.dumps(layout.to_values() | {
+        "counters": dict.fromkeys(COUNTERS, 0), "keys": [], "loss_scale": {}, "aliases": {},
+        "scalars": {}, "buffers": {}, "without": {}}))
+    found = SavedState(tmp_path).read_whole("a")
+    assert found.dtype == torch.float32 and found.tolist() == [[0, 1, 2], [3, 4, 5]]

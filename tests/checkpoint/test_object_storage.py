@@ -1,6 +1,7 @@
 """Checkpoints at a URL: uploaded whole or not at all, kept as locally, read from there."""
 
 import argparse
+import fcntl
 import json
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ import deberta_ds
 from deberta_ds.base.command_line import local_path
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import cache_directory, temporary_directory, xxh3
-from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint import download, find
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.save import prune
 from deberta_ds.checkpoint.upload import Uploads
@@ -215,6 +216,27 @@ def test_what_is_uploaded_is_not_deleted_meanwhile(tmp_path, shop):
     prune(tmp_path, 1, saver._is_spared)
     assert steps_at(tmp_path) == [10, 15, 17]
     assert [step for step in range(1, 30) if saver.is_due(step)] == [10, 20]
+
+
+def test_a_checkpoint_is_the_current_one_while_it_is_copied(tmp_path, shop, monkeypatch):
+    out, seen = tmp_path / "out", []
+    uploads = Uploads(out, TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, keep=2,
+                                       upload=f"shop://{tmp_path}/store"), print)
+    monkeypatch.setattr(uploads, "_copy", lambda path: seen.append((path, uploads.current)))
+    paths = [make_checkpoint(out, step) for step in (10, 20)]
+    uploads._attempt()
+    assert seen == [(path, path) for path in paths[::-1]] and uploads.current is None
+
+
+def test_one_process_of_a_node_fetches_a_model(tmp_path, monkeypatch):
+    def fetch(url, cache):
+        with open(Path(cache) / ".lock") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return cache
+
+    monkeypatch.setattr(download, "fetch", fetch)
+    monkeypatch.setattr(remote, "listed_at", lambda url: (None, "m", {"m/config.json": "1"}))
+    assert local_copy("https://host/m", str(tmp_path)).parent == tmp_path / "models"
 
 
 def test_a_run_goes_on_from_an_s3_server(tmp_path, monkeypatch, process_group):
