@@ -1,5 +1,6 @@
 """What changed a step of the optimizer without a test noticing (docs/evidence/reliability.md)."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,8 @@ from launching import make_run
 from test_clipping import LARGEST, DeepSpeedZeroOptimizer_Stage3
 
 from deberta_ds.config import run_config
-from deberta_ds.engine import clipping, ds_config
+from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.engine import clipping, ds_config, engine, muon
 from deberta_ds.engine.clipping import _clip, clip_networks_apart
 from deberta_ds.engine.engine import keep_nothing_gathered, set_learning_rate
 
@@ -90,3 +92,45 @@ def test_rates_follow_shares_and_wait_until_the_thaw():
     set_learning_rate(engine, 2.0)
     assert [group["lr"] for group in groups] == [1.0, 2.0, 2.0]
     assert len(removed) == 2 and not engine.holds
+
+
+def test_ctrl_c_is_the_run_s_again_once_all_ranks_are_there():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with engine._saying_who_waits():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_muon_multiplies_in_the_type_of_the_matmuls(process_group, monkeypatch):
+    class Seen(Exception):  # noqa: N818
+        pass
+
+    def build(model, optim, waiting, apart, matmuls):
+        raise Seen(matmuls)
+
+    monkeypatch.setattr(engine, "build_optimizer", build)
+    for ds, wanted in (({"torch_autocast": {"enabled": True}}, torch.bfloat16), ({}, None)):
+        with pytest.raises(Seen) as found:
+            engine.build_engine(torch.nn.Linear(1, 1), OptimConfig(learning_rate=1e-3), ds)
+        assert found.value.args == (wanted,)
+
+
+def test_a_waiting_parameter_has_a_gradient_of_zeros(process_group):
+    torch.manual_seed(0)
+    ds = ds_config.complete({}, rows=1, micro_rows=1, accumulation=1, clip_norm=0.0)
+    built = engine.build_engine(torch.nn.Linear(3, 1), OptimConfig(learning_rate=1e-3), ds,
+                                waiting=("weight",))
+    built.backward(built(torch.ones(1, 3)).sum())
+    assert built.module.weight.grad.tolist() == [[0, 0, 0]] and built.module.bias.grad == 1
+    built.destroy()
+
+
+def test_matrices_that_are_cut_are_not_worked_on_with_whole_ones():
+    flat = torch.zeros(6)
+    parts = [muon._Part(muon._Matrix((3, 2), None, is_cut), flat, flat)
+             for is_cut in (True, False, True)]
+    assert [[part.matrix.is_cut for part in batch] for batch in muon._batches(parts)] == [
+        [False], [True, True]]

@@ -26,6 +26,7 @@ def test_the_line_counts_saves_evaluations_starts_and_what_a_crash_has_lost():
     lines = [{"kind": "event", "event": "start", "lost_seconds": 20.0, "seconds": 0.0},
              {"kind": "train", "seconds": 100.0},
              {"kind": "event", "event": "save", "seconds": 110.0},
+             {"kind": "train", "seconds": 500.0},  # killed: the next start has counted it
              {"kind": "event", "event": "resume", "lost_seconds": 30.0, "seconds": 110.0},
              {"kind": "train", "seconds": 260.0}, {"kind": "eval", "seconds": None}]
     assert lost_before(lines) == 50.0
@@ -42,6 +43,14 @@ def test_the_line_counts_saves_evaluations_starts_and_what_a_crash_has_lost():
     assert use.record(300.0) == {"saves_seconds": 10.0, "evaluations_seconds": 40.0,
                                  "restarts_seconds": 100.0, "goodput": 0.625}
     assert 0 < seconds_since_start() < 1e6
+
+
+def test_flops_are_shared_by_all_gpus():
+    speed = SpeedMeter(flops_per_token=6.0, peak=100.0, world_size=4, sequences_seen=10)
+    speed.count(50)
+    speed._seconds = 2.0
+    assert speed.read(20, 40) == {"tokens_per_second": 25.0, "flops_per_second": 150.0,
+                                  "mfu": 0.375, "eta_seconds": 4.0}
 
 
 def test_all_clocks_know_what_is_no_step():
