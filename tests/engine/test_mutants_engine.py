@@ -118,16 +118,6 @@ def test_muon_multiplies_in_the_type_of_the_matmuls(process_group, monkeypatch):
         assert found.value.args == (wanted,)
 
 
-def test_a_waiting_parameter_has_a_gradient_of_zeros(process_group):
-    torch.manual_seed(0)
-    ds = ds_config.complete({}, rows=1, micro_rows=1, accumulation=1, clip_norm=0.0)
-    built = engine.build_engine(torch.nn.Linear(3, 1), OptimConfig(learning_rate=1e-3), ds,
-                                waiting=("weight",))
-    built.backward(built(torch.ones(1, 3)).sum())
-    assert built.module.weight.grad.tolist() == [[0, 0, 0]] and built.module.bias.grad == 1
-    built.destroy()
-
-
 def test_matrices_that_are_cut_are_not_worked_on_with_whole_ones():
     flat = torch.zeros(6)
     parts = [muon._Part(muon._Matrix((3, 2), None, is_cut), flat, flat)

@@ -11,7 +11,7 @@ from data_helpers import RUN_RECORD
 
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.config.run_config import TrainConfig
-from deberta_ds.training import bad_steps, best, journal, loop, rehearsal, saver, setup
+from deberta_ds.training import bad_steps, best, journal, loop, rehearsal, saver
 from deberta_ds.training.step import seed_step
 
 CPU = torch.device("cpu")
@@ -66,15 +66,6 @@ def test_a_journal_goes_on_where_its_checkpoint_was(monkeypatch):
     (line,) = lines
     assert (line["restarts_seconds"], line["epochs"], line["tokens"]) == (7.0, 2.4, 14.0)
     assert line["eta_seconds"] == pytest.approx(8 / 16 * 64)
-
-
-def test_a_step_takes_the_micro_batches_of_its_own_size(monkeypatch):
-    monkeypatch.setattr(setup, "build_loader", lambda *_, **__: iter(range(99)))
-    run = SimpleNamespace(data=SimpleNamespace(workers=0), train=TrainConfig(
-        steps=5, global_batch_size=8, micro_batch_size=2, initial_batch_size=2,
-        batch_warmup_steps=3))
-    found = list(setup.batches_of(run, SimpleNamespace(dataset=None), start=1, end=5))
-    assert found == [[0, 1], [2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]  # 4, 6 and 8 sequences
 
 
 def test_schedules_of_the_objective_end_at_the_last_step(monkeypatch):
