@@ -1,15 +1,18 @@
 """What changed rows, or what reads them, without a test noticing (docs/evidence/reliability.md)."""
 
+import json
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from data_helpers import make_corpus, tiny_tokenizer
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import Stretch
-from deberta_ds.data import loader, masking, remote
+from deberta_ds.data import loader, masking, reading, remote
 
 
 def test_a_worker_reads_ahead_of_its_own_rows_alone_and_not_without_end(monkeypatch):
@@ -52,6 +55,29 @@ def test_the_blocks_written_first_make_room_until_a_fifth_is_free(tmp_path):
             file.write(b"x" * 8192)
             os.fsync(file.fileno())
         os.utime(file.name, (number, number))
+    (tmp_path / "prepared").mkdir()  # where a job of preparation works
+    (tmp_path / "prepared/0.npy").write_bytes(b"x" * 8192)
+    os.utime(tmp_path / "prepared/0.npy", (0, 0))
     corpus._make_room()
+    assert os.stat(tmp_path / "prepared/0.npy").st_size == 8192
     assert [os.stat(tmp_path / f"one/{number}.npy").st_size for number in range(10)] == (
         [0] * 3 + [8192] * 7)
+
+
+@pytest.mark.parametrize("soft, hard, kept", [
+    (256, 256, 128), (1024, 4096, 4096 - 512), (1024, 1024, 1024 - 256),
+    (4096, resource.RLIM_INFINITY, 65536 - 8192)])
+def test_files_that_are_kept_open_leave_descriptors_to_the_process(monkeypatch, soft, hard, kept):
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    assert reading.most_open_files.__wrapped__() == kept
+    assert raised == ([] if soft == hard else [(min(hard, 65536) if hard > 0 else 65536, hard)])
+
+
+def test_a_corpus_in_the_place_of_another_lists_its_own_files(tmp_path):
+    for name, shards in (("old", 3), ("new", 1)):
+        corpus = make_corpus(tmp_path / name, [[20, 21]] * 3, tiny_tokenizer(), shards=shards)
+        remote.upload(corpus, f"file://{tmp_path}/store")
+    listed = json.loads((tmp_path / "store/blocks/manifest.json").read_bytes())["files"]
+    assert len(listed) == 4  # of one shard

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
+from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.rows import RowDataset, eval_sequences
 
 SEQ_LEN = 64
@@ -233,7 +235,11 @@ def test_a_row_plan_of_the_right_size_with_wrong_content_is_refused(corpus, name
             key = "starts_xxh3" if "starts" in name else "xxh3"
             shard[key] = xxh3(path)
     manifest.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"00001-000.npy: sequence \d+ of this plan.*pack.py"):
+    opened = Corpus(corpus, seq_len=64)
+    with pytest.raises(UserError, match=r"00001-000.npy: sequence \d+ of this plan") as first:
+        for row in range(opened.num_rows):
+            opened.row(row)
+    with pytest.raises(UserError, match=re.escape(str(first.value))):
         dataset_of(corpus, verify="full")
 
 

@@ -105,8 +105,9 @@ def test_a_part_is_a_sample_of_all_inputs(corpora):
         places = {corpus.place(row).split(" ")[0] for row in range(corpus.num_rows)}
         return {int(Path(place).stem.split("-")[0]) for place in places}
 
-    first, second = shards_of((0.0, 0.5)), shards_of((0.5, 1.0))
-    assert first | second == set(range(10)) and not first & second
+    for cut in (0.27, 0.5):  # of 10 shards: 2.7 and 5
+        first, second = shards_of((0.0, cut)), shards_of((cut, 1.0))
+        assert first | second == set(range(10)) and not first & second
     assert first & set(range(5)) and second & set(range(5))
 
 

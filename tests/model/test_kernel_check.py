@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ def check(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_check, "_MOST_SECONDS", 1)
     script = tmp_path / "python"
 
-    def check(commands: str) -> Verdict:
+    def check(commands: str, *sources: Path) -> Verdict:
         script.write_text(f"#!/bin/sh\ncat > /dev/null\necho run >> {tmp_path}/runs\n{commands}\n")
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
-        return kernel_check.check(torch.device("cpu"), torch.bfloat16, "kind", [], partial(print))
+        return kernel_check.check(torch.device("cpu"), torch.bfloat16, "kind", [*sources],
+                                  partial(print))
 
     monkeypatch.setattr(kernel_check, "verdicts", {})
     yield check
@@ -54,6 +56,10 @@ def test_a_pass_is_kept_on_this_node(check, tmp_path):
     kernel_check.verdicts.clear()
     kernel_check.results_file().write_text("not json")
     assert check(passing).passed and (tmp_path / "runs").read_text().count("run") == 2
+    for text, commands in (("old", passing), ("new", "exit 1")):
+        (tmp_path / "kernel.py").write_text(text)  # a change of it asks again
+        kernel_check.verdicts.clear()
+        assert check(commands, tmp_path / "kernel.py").passed == (text == "old")
 
 
 def test_a_kernel_that_fails_on_one_rank_fails_on_all(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,9 @@ from hugging_face_models import FAMILIES, random_values
 from deberta_ds.model import dropout, encoder
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.dropout import DropoutMask
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import ACTIVATIONS, Convolution
-from deberta_ds.model.heads import ReplacedTokenHead
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 
 HIDDEN, PAIRS = 0.25, 0.125
@@ -48,6 +50,8 @@ def test_the_convolution_drops_before_its_activation():
     dropped = dropout.sample_dropout_mask(HIDDEN).apply(convolved)
     wanted = layer.norm(hidden + 1 + ACTIVATIONS[CONFIG.conv_activation](dropped))
     torch.testing.assert_close(found, wanted)
+    padded = layer.eval()(hidden, hidden + 1, torch.tensor([[1] * 7 + [0] * 2] * 2))
+    assert padded.any(-1).tolist() == [[True] * 7 + [False] * 2] * 2
 
 
 def test_padding_leaves_the_input_block_as_zeros():
@@ -83,3 +87,40 @@ def test_a_detectors_logits_are_fp32_of_16_bit_states():
     head = random_values(ReplacedTokenHead(CONFIG)).bfloat16()
     logits = head(torch.randn(1, 5, 48).bfloat16(), torch.arange(5)[None])
     assert logits.dtype == torch.float32 and logits.shape == (1, 5)
+
+
+def test_the_convolution_s_output_is_the_residual_of_the_next_layer(monkeypatch):
+    """A fused norm returns its output twice; behind a convolution the second one is old."""
+    model = random_values(Backbone(FAMILIES["v2_conv"])).eval()
+    ids = torch.arange(40).view(2, 20)
+    wanted = model(ids, torch.ones_like(ids))
+    plain = encoder.ResidualNorm.forward
+    monkeypatch.setattr(encoder.ResidualNorm, "forward",
+                        lambda *inputs: plain(*inputs)[:1] * 2)
+    assert torch.equal(model(ids, torch.ones_like(ids)), wanted)
+
+
+def test_masked_tokens_of_packed_documents_are_decoded_as_in_each_alone():
+    config, ids = FAMILIES["v3"], torch.arange(5, 25)
+    model = random_values(MaskedLm(config)).eval()
+    words = random_values(TokenEmbedding(config.vocab_size, config.hidden_size))
+
+    def states(ids, lengths, columns):
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        segments = torch.arange(1, 3)[:len(lengths)].repeat_interleave(torch.tensor(lengths))
+        batch = SimpleNamespace(
+            input_ids=ids[None], segments=segments[None], positions=positions[None],
+            target_positions=torch.tensor([columns]), target_index=torch.arange(len(columns)))
+        return model.target_states(words, batch)
+
+    alone = torch.cat([states(ids[:9], [9], [2, 8]), states(ids[9:], [11], [0, 6])])
+    torch.testing.assert_close(states(ids, [9, 11], [2, 8, 9, 15]), alone)
+
+
+def test_every_norm_has_the_eps_of_the_model():
+    config = dataclasses.replace(CONFIG, norm_eps=0.25)
+    norms = [module for network in (MaskedLm(config), ReplacedTokenHead(config))
+             for module in network.modules() if isinstance(module, torch.nn.LayerNorm)]
+    # Input, relative table, convolution, two per layer; of each head one.
+    assert len(norms) == 3 + 2 * config.num_layers + 2
+    assert {norm.eps for norm in norms} == {0.25}

@@ -11,8 +11,11 @@ from launching import make_run
 
 from deberta_ds.base.splitmix import GAMMA, MASK64, mix64
 from deberta_ds.config import run_config
+from deberta_ds.config.model import MODELS
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model import flops
 from deberta_ds.model.encoder import Encoder
+from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives import base, mlm, rtd, rtd_cached
 from deberta_ds.objectives.build import build_model, held_parameters
 
@@ -143,6 +146,8 @@ def test_stored_replacements_are_detected_in_real_tokens_alone():
     wanted = torch.nn.functional.softplus(torch.tensor([2.0, 1.0])).sum().item()
     assert (loss.item(), sums["discriminator_loss"].item()) == pytest.approx((wanted / 2, wanted))
     assert per_token["replaced"].tolist() == [False, True]
+    model.training = True  # where a GPU would be waited for
+    assert rtd_cached.CachedRtdModel.forward(model, batch, {"targets": 1.0, "tokens": 4.0})[2] == {}
 
 
 def test_each_token_of_a_word_is_predicted_by_both_definitions():
@@ -155,3 +160,27 @@ def test_each_token_of_a_word_is_predicted_by_both_definitions():
     batch = mlm.masked_batch([(sentence, 1, 3)], tokenizer)
     assert batch.input_ids.tolist() == [[1, tokenizer.mask_id, tokenizer.mask_id, 30, 2]]
     assert batch.labels.tolist() == [[mlm.IGNORE, 20] + 3 * [mlm.IGNORE]]
+
+
+def test_a_sentence_of_unknown_tokens_has_no_target():
+    tokenizer = tiny_tokenizer()
+    assert mlm.masked_copies([1, tokenizer.unk_id, 2], tokenizer).num_targets == 0
+
+
+def test_no_table_but_a_delta_starts_at_zero():
+    config = ModelConfig(**MODELS["tiny"] | {"vocab_size": 640})
+    for model, zero in ((rtd.Discriminator(config, "gdes"), True),
+                        (rtd.Discriminator(config, "nes"), False),
+                        (rtd_cached.CachedRtdModel(config, 50.0).discriminator, False)):
+        init_parameters(model, 0.02, 1)
+        assert bool(model.words.weight.any()) != zero
+
+
+@pytest.mark.parametrize("sharing, tables", [
+    ("es", {"words.weight": 5}), ("nes", {"words.weight": 3, "discriminator.words.weight": 5}),
+    ("gdes", {"words.weight": 3, "discriminator.words.weight": 2})])
+def test_two_tables_of_a_file_become_those_of_a_run(tmp_path, sharing, tables):
+    run, _ = run_config.load(make_run(tmp_path, kind=f'"rtd"\nembedding_sharing = "{sharing}"'))
+    networks = {"main": {"words.weight": torch.tensor(5.0)},
+                "generator": {"words.weight": torch.tensor(3.0)}}
+    assert rtd.parameters(run, networks)[0] == tables

@@ -107,6 +107,15 @@ def test_a_temperature_is_that_of_the_step_s_place_in_the_run(rows):
     assert collate(rows).run_fraction == 1.0  # evaluations
 
 
+def test_no_unused_id_is_sampled_in_training(rows):
+    model, seen = model_of("gdes"), []
+    model.discriminator.register_forward_hook(lambda _, given, __: seen.append(given[1]))
+    with torch.no_grad():
+        model.generator.head.bias[model.valid_vocab:] = 10.0
+        model(collate(rows), {"targets": 1.0, "tokens": 1.0})
+    assert seen[0].max() < model.valid_vocab
+
+
 def test_padding_counts_for_nothing(rows, monkeypatch):
     batch, counted = collate(rows), []
     batch.segments[:, -20:] = 0
@@ -128,7 +137,8 @@ def test_a_headline_says_that_a_discriminator_has_died(gain, area, dead):
 
 def test_a_headline_needs_both_of_its_numbers():
     numbers = {"masked_accuracy": 0.3, "unigram_accuracy": 0.05}
-    assert "30.0%" in masked_headline(numbers, "masked", "model")
+    said = masked_headline(numbers, "masked", "model")
+    assert "names 30.0%" in said and "would name 5.0%" in said
     for name in numbers:
         assert masked_headline({name: 0.3}, "masked", "model") == ""
 
