@@ -21,7 +21,7 @@ from deberta_ds.model.kernels import (  # noqa: E402
     fused_checks,
     kernel_table,
 )
-from deberta_ds.model.kernels.attention import _facts, ops  # noqa: E402
+from deberta_ds.model.kernels.attention import _facts, _facts_once, ops  # noqa: E402
 
 WORKERS = Path(__file__).parents[1] / "workers"
 ROOT = Path(__file__).parents[2]
@@ -136,6 +136,14 @@ def test_facts_begin_at_16_bytes():
             for one in facts:
                 assert one.is_contiguous() and one.storage_offset() % 4 == 0
                 assert one.amax() <= length
+
+
+def test_facts_of_segments_that_were_changed_in_place_are_made_again():
+    segments = torch.ones(1, 8, dtype=torch.int32)
+    first = _facts_once(segments, None)
+    assert _facts_once(segments, None) is first
+    segments[:, 4:] = 2
+    assert all(map(torch.equal, _facts_once(segments, None), _facts(segments, None)))
 
 
 @pytest.mark.parametrize("long", [False, True])
