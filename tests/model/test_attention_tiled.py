@@ -16,7 +16,7 @@ def ones(batch, length):
 
 
 # Short documents that end elsewhere in the next row, in spans of the same columns.
-ALIKE = torch.tensor([[1] * 40 + [2] * 40 + [3] * 60, [1] * 30 + [2] * 50 + [3] * 60])
+ALIKE = torch.tensor([[1] * 40 + [2] * 40 + [0] * 60, [1] * 30 + [2] * 50 + [0] * 60])
 CASES = [
     Case(V3, ones(2, 1)),
     Case(V3, ones(2, 37)),
