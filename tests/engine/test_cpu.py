@@ -30,12 +30,6 @@ def pretend(monkeypatch, **features):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: ZEN5 | features, raising=False)
 
 
-@pytest.mark.parametrize("features", [{"amx_bf16": True}, {"avx512_bf16": True}, {}])
-def test_bf16_is_proposed_where_either_instruction_set_has_it(monkeypatch, features):
-    pretend(monkeypatch, **features)
-    assert cpu.deepspeed_json() == ("zero1_autocast_cpu" if features else "zero1_fp32")
-
-
 @pytest.mark.parametrize("features", [{"cpu_name": "Intel Xeon"}, {"amx_tile": True},
                                       {"avx512_vl": False}])
 def test_other_processors_keep_mkl(monkeypatch, features):
