@@ -15,10 +15,9 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import IO, Any, AnyStr, BinaryIO, NamedTuple
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.json_files import parse_json
@@ -28,7 +27,8 @@ from deberta_ds.tokenizer.text import TO_UTF8
 TABLE_KINDS = {".csv": "table", ".tsv": "table", ".jsonl": "json", ".ndjson": "json",
                ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _DELIMITERS = ",;\t|"
-_LONGEST_CELL = 1 << 26  # characters; the csv module's own limit is 128 Ki
+_LONGEST_CELL = 1 << 26  # characters, also of a line; the csv module's own limit is 128 Ki
+_LONGEST_DOCUMENT = 1 << 30  # bytes of a line of a .json, which may be all of it
 _BATCH_ROWS = 1024
 _BAD_UTF8 = "invalid UTF-8"
 _UTF16 = ((r"\xff\xfe", "utf-16"), (r"\xfe\xff", "utf-16"), (r"\0.", "utf-16-be"),
@@ -89,7 +89,8 @@ def read_rows(path: str | Path, file: BinaryIO | None = None, *,
         if kind in ("json", "table"):
             opened = as_utf8(path, opened, encoding)
         if kind == "json":
-            yield from _json_rows(opened)
+            longest = _LONGEST_DOCUMENT if suffix == ".json" else _LONGEST_CELL
+            yield from _json_rows(_lines(path, opened, longest), opened)
         elif kind == "table":
             is_raw = not (suffix == ".csv" if quoted is None else quoted)
             text = _lines(path, io.TextIOWrapper(
@@ -142,7 +143,7 @@ def is_quoted(path: str | Path, **options) -> bool:
     marks = first = width = inner = enclosed = 0
     try:
         with open_bytes(str(path)) as file:
-            for line in as_utf8(path, file, options.get("encoding", "")):
+            for line in _lines(path, as_utf8(path, file, options.get("encoding", ""))):
                 marks += line.count(b'"')
                 first = first or marks + 1
         for row in read_rows(path, names=None, quoted=True, **options) if marks else ():
@@ -169,7 +170,7 @@ def text_lines(path: str | Path, file: BinaryIO | None = None, encoding: str = "
                ) -> Iterator[tuple[str, str]]:
     """Yield (place, line) of UTF-8 text; only a line feed ends a line (texts hold U+2028)."""
     with naming(path), nullcontext(file) if file else open_bytes(str(path)) as opened:
-        for number, line in enumerate(as_utf8(path, opened, encoding), start=1):
+        for number, line in enumerate(_lines(path, as_utf8(path, opened, encoding)), start=1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -178,9 +179,10 @@ def text_lines(path: str | Path, file: BinaryIO | None = None, encoding: str = "
             yield f"{path}:{number}", text.removesuffix("\n").removesuffix("\r")
 
 
-def _json_rows(file: BinaryIO) -> Iterator[Row]:
+def _json_rows(lines: Iterator[bytes], file: BinaryIO) -> Iterator[Row]:
+    """Yield the values of `lines`, those of `file`; all of it is one value where it begins so."""
     number = 0
-    for line_number, line in enumerate(file, start=1):
+    for line_number, line in enumerate(lines, start=1):
         line = line.removeprefix(codecs.BOM_UTF8) if line_number == 1 else line
         if not line.strip():
             continue
@@ -251,12 +253,15 @@ def _is_utf8(cells: Iterable[str]) -> bool:
     return True
 
 
-def _lines(path: str, text: TextIO, longest: int) -> Iterator[str]:
+def _lines(path: str | Path, file: IO[AnyStr], longest: int = 0) -> Iterator[AnyStr]:
     """Yield lines; UserError for one that could fill the memory."""
-    for number, line in enumerate(iter(partial(text.readline, longest + 1), ""), start=1):
+    number, longest = 0, longest or _LONGEST_CELL
+    while line := file.readline(longest + 1):
+        number += 1
         if len(line) > longest:
-            raise UserError(f"{path}:{number}: a line of more than {longest:,} characters; fix "
-                            "its line ends, or give the file as .parquet")
+            unit = "bytes" if isinstance(line, bytes) else "characters"
+            raise UserError(f"{path}:{number}: a line of more than {longest:,} {unit}; fix its "
+                            "line ends, or give the file as .parquet")
         yield line
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from deberta_ds.base.errors import UserError, refuse_pipe
+from deberta_ds.base.errors import UserError, naming
 from deberta_ds.tokenizer import words
 from deberta_ds.tokenizer.files import SPM, read_settings
 from deberta_ds.tokenizer.roles import (
@@ -46,12 +46,8 @@ class SentencePieceEngine:
 
     def __init__(self, files: dict[str, Path]):
         path, settings = files[SPM], read_settings(files)
-        try:
-            refuse_pipe(path)
+        with naming(path):
             data = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the tokenizer ({error.strerror}); give the path "
-                            "of a SentencePiece model") from error
         self.sha256 = hashlib.sha256(data).hexdigest()
         processor = _load(data, path)
         proto = model_proto(data, path)

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import json
 
 import pyarrow
 import pyarrow.parquet
@@ -34,10 +35,17 @@ def test_a_cell_or_a_line_without_end_is_named_before_it_fills_the_memory(tmp_pa
     for name, text, said in (("a.csv", 'text\n"' + "word\n" * 30, "a.csv:.*field larger than field "
                               "limit .100.*no cell is longer than 100 characters"),
                              ("b.csv", "text\n" + "word" * 30, "b.csv:2: a line of more than 100"),
-                             ("c.tsv", "text" * 30, "c.tsv:1: a line of more than 100")):
+                             ("c.tsv", "text" * 30, "c.tsv:1: a line of more than 100"),
+                             ("d.jsonl", '{"text": "a"}\n{"text": "' + "word" * 30,
+                              "d.jsonl:2: a line of more than 100 bytes; fix its line ends")):
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError, match=said):
             list(tables.read_rows(tmp_path / name, longest=100))
+    with pytest.raises(UserError, match="d.jsonl:2: a line of more than 100 bytes"):
+        list(tables.text_lines(tmp_path / "d.jsonl"))
+    assert not tables.is_quoted(tmp_path / "c.tsv")
+    (tmp_path / "e.json").write_text(json.dumps([{"text": "word" * 30}]))  # a document, on one line
+    assert len(list(tables.read_rows(tmp_path / "e.json"))) == 1
 
 
 def test_parquet_problems(tmp_path):

@@ -183,3 +183,15 @@ def test_special_tokens_named_beside_a_model_are_taken(tmp_path):
 def test_models_of_characters_and_words_are_refused_when_opened(tmp_path, kind):
     with pytest.raises(UserError, match=r"spm.model: .*characters or words; give a unigram"):
         Tokenizer(_trained(tmp_path, model_type=kind))
+
+
+def test_a_disk_that_fails_is_what_the_error_says(tmp_path, monkeypatch):
+    """It asked for the path of a SentencePiece model, which had been given."""
+    path = cases.SENTENCEPIECE["v3"](tmp_path / "spm.model")
+
+    def fail(self):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", fail)
+    with pytest.raises(UserError, match="spm.model: Input/output error; the disk or the network"):
+        Tokenizer(path)
