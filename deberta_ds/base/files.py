@@ -20,7 +20,7 @@ import xxhash
 
 from deberta_ds.base.errors import UserError
 
-_OLD_SECONDS = 60.0  # between making a file and locking it, there may be a pause
+_OLD_SECONDS = 5.0  # between making a file and locking it, there may be a pause
 _CHUNK_BYTES = 1 << 22
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust pass one on
 

@@ -253,8 +253,8 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_stays
     names = [f".{name}.0123abcd.tmp" for name in ("dead", "alive", "young")]
     for name in names:
         (tmp_path / name).write_bytes(b"half")
-    for name in names[:2]:
-        os.utime(tmp_path / name, (0, 0))
+    for name, age in zip(names, (9, 9, -99), strict=True):  # a command given again at once
+        os.utime(tmp_path / name, 2 * (time.time() - age,))
     with open(tmp_path / names[1], "rb") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         write_atomic(tmp_path / "page.html", "whole")
