@@ -4,9 +4,10 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import rank_helpers
 import torch
 from data_helpers import make_corpus
-from launching import make_run
+from launching import deepspeed_json, losses, make_run
 from tokenizer_cases import directory_of
 
 import deberta_ds
@@ -89,3 +90,29 @@ def test_a_source_without_the_state_is_refused(trunk, tmp_path, key, value, mess
         values |= {"data.sources": [{"path": str(root / "roberta_corpus")}], "data.heldout": ""}
     with pytest.raises(UserError, match=message):
         deberta_ds.train(trunk, values)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_two_ranks_go_on_from_the_moments_that_two_ranks_uploaded(tmp_path, process_group):
+    """Under ZeRO-3, next to one rank with the same moments and to one without."""
+    run_file, url = make_run(tmp_path, two_layers=True, steps="4", save_every="2", eval_every="4",
+                             warmup_steps="0"), f"file://{tmp_path}/store"
+    ds = deepspeed_json(tmp_path / "zero3.json", 3)
+
+    def on_two_ranks(name: str, *options: str) -> list[float]:
+        rank_helpers.run(2, ["--config", str(run_file), "--deepspeed_config", str(ds),
+                             f"--out_dir={tmp_path / name}", *options], tmp_path / f"{name}.log")
+        return list(losses(tmp_path / name).values())
+
+    on_two_ranks("trunk", f"--train.upload={url}", "--train.keep=1")
+    (uploaded,) = find.list_steps(tmp_path / "store")
+    assert find.step_of(uploaded) == 4 and not find.problems_of(uploaded)
+    assert (uploaded / "rank-00001.safetensors").exists()
+    two = on_two_ranks("two", f"--init.from={url}", "--init.moments=true")
+    for moments in (True, False):
+        deberta_ds.train(run_file, {"out_dir": str(tmp_path / str(moments)), "init.from": url,
+                                    "init.moments": moments})
+        one = list(losses(tmp_path / str(moments)).values())
+        assert one[0] == pytest.approx(two[0], rel=1e-5)  # sums run in another order
+        assert (one == pytest.approx(two, rel=1e-5)) == moments
