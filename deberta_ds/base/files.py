@@ -9,18 +9,22 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
 from deberta_ds.base.errors import UserError
 
-_OLD_SECONDS = 5.0  # between making a file and locking it, there may be a pause
+_HOST = f"{zlib.crc32(socket.gethostname().encode()) % 0x1000:03x}"
+_OLD_SECONDS = 60.0  # of a file of another host, whose lock may not be seen from here
 _CHUNK_BYTES = 1 << 22
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust pass one on
 
@@ -41,16 +45,14 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     except FileExistsError:  # which names the parent
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     # Process ids repeat on other hosts and in containers, which may write the same file.
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    temporary = path.with_name(f".{path.name}.{_HOST}{os.urandom(3).hex()[1:]}.tmp")
     try:
         _remove_leftovers(path.parent)
-        with open(temporary, "xb") as held:
-            with suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _new_and_locked(temporary):
             yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
         sync_directory(path.parent)
     except OSError as error:
         if error.filename in (None, str(temporary)):  # a write to an open file names none
@@ -66,12 +68,23 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def _new_and_locked(path: Path) -> BinaryIO:
+    while True:
+        file = open(path, "xb")
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # a leftover to who looked before it was locked
+
+
 @cache
 def _remove_leftovers(directory: Path) -> None:
     """Remove what killed processes have left of `atomic_path` here: nobody holds its lock."""
     for old in directory.glob(".*.????????.tmp"):
         with suppress(OSError), open(old, "rb") as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime > _OLD_SECONDS:
+            age = time.time() - os.fstat(file.fileno()).st_mtime
+            if old.name.endswith(f".{_HOST}{old.name[-9:]}") or age > _OLD_SECONDS:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 old.unlink()
 

@@ -22,6 +22,7 @@ import pytest
 import safetensors
 import zstandard
 
+from deberta_ds.base import files
 from deberta_ds.base.errors import UserError, listed, naming, user_message
 from deberta_ds.base.files import atomic_path, write_atomic
 
@@ -250,15 +251,43 @@ def test_a_console_that_nobody_reads_any_more_ends_nothing():
 
 
 def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_stays(tmp_path):
-    names = [f".{name}.0123abcd.tmp" for name in ("dead", "alive", "young")]
+    """At once if this host wrote it: locks are not seen between hosts on all file systems."""
+    other = f"{(int(files._HOST, 16) + 1) % 0x1000:03x}"
+    names = [f".{name}.{host}1abcd.tmp" for name, host in (
+        ("dead", files._HOST), ("alive", files._HOST), ("there", other), ("old_there", other))]
     for name in names:
         (tmp_path / name).write_bytes(b"half")
-    for name, age in zip(names, (9, 9, -99), strict=True):  # a command given again at once
-        os.utime(tmp_path / name, 2 * (time.time() - age,))
+    os.utime(tmp_path / names[3], 2 * (time.time() - 99,))
     with open(tmp_path / names[1], "rb") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         write_atomic(tmp_path / "page.html", "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [names[1], names[2], "page.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*names[1:3], "page.html"]
+
+
+def test_a_new_file_is_locked_until_it_has_its_name(tmp_path, monkeypatch):
+    def replace(source, target):
+        with open(source) as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", replace)
+    write_atomic(tmp_path / "page.html", "whole")
+    assert (tmp_path / "page.html").exists()
+
+
+def test_a_file_taken_for_a_leftover_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    locked = []
+
+    def flock(file, operation):
+        if not locked:
+            os.unlink(file.name)
+        locked.append(file)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write_atomic(tmp_path / "page.html", "whole")
+    assert (tmp_path / "page.html").read_text() == "whole" and len(locked) == 2
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_text_and_paths_that_no_file_can_hold_are_said():
