@@ -84,7 +84,7 @@ def _remove_leftovers(directory: Path) -> None:
     for old in directory.glob(".*.????????.tmp"):
         with suppress(OSError), open(old, "rb") as file:
             age = time.time() - os.fstat(file.fileno()).st_mtime
-            if old.name.endswith(f".{_HOST}{old.name[-9:]}") or age > _OLD_SECONDS:
+            if old.name[-12:-9] == _HOST or age > _OLD_SECONDS:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 old.unlink()
 

@@ -24,6 +24,7 @@ import xxhash
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.corpus.inputs import (
     COMPRESSED_SUFFIXES,
+    is_compressed,
     is_json_list,
     line_number,
     open_seekable,
@@ -296,8 +297,7 @@ def split(extent: Extent, size: int, limit: int, options: ReadOptions
     if extent.kind == "parquet":
         yield from _split_parquet(extent)
         return
-    whole = (extent.path.lower().endswith(COMPRESSED_SUFFIXES)
-             or extent.kind not in ("text", "json")
+    whole = (is_compressed(extent.path) or extent.kind not in ("text", "json")
              or extent.path.startswith("http"))  # not every server gives a part of a file
     if whole or size <= limit or (extent.kind == "text" and options.documents == "file") or (
             is_json_list(extent.path)):

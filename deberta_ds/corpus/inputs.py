@@ -25,7 +25,11 @@ _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
 def suffix_of(path: str | Path) -> str:
     """Return the suffix that tells the kind of a file, in lower case: of a.CSV.gz it is .csv."""
     path = Path(path)
-    return (Path(path.stem) if path.suffix.lower() in COMPRESSED_SUFFIXES else path).suffix.lower()
+    return (Path(path.stem) if is_compressed(path) else path).suffix.lower()
+
+
+def is_compressed(path: str | Path) -> bool:
+    return str(path).lower().endswith(COMPRESSED_SUFFIXES)
 
 
 def open_bytes(path: str):
@@ -40,7 +44,11 @@ def open_bytes(path: str):
         return io.BufferedReader(_Frames(raw, _FRAMES[suffix]), 1 << 20)
     if suffix == ".lz4":
         return _open_lz4(raw, path)
-    head = raw.peek(6)
+    if raw.seekable():  # a part may be read of it: no whole buffer of a remote file's front
+        head = raw.raw.read(6)
+        raw.raw.seek(0, os.SEEK_SET)
+    else:
+        head = raw.peek(6)
     for form, mark in _MARKS.items():
         if head.startswith(mark):
             raw.close()

@@ -14,7 +14,7 @@ import orjson
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.corpus.documents import BAD, Document, Extent, ReadOptions
 from deberta_ds.corpus.identity import check_unchanged
-from deberta_ds.corpus.inputs import COMPRESSED_SUFFIXES, is_json_list, open_bytes, open_stream
+from deberta_ds.corpus.inputs import is_compressed, is_json_list, open_bytes, open_stream
 from deberta_ds.corpus.tables import Row, check_columns, read_rows
 from deberta_ds.corpus.warc import read_records
 
@@ -58,8 +58,7 @@ def joined(unit: list[Extent]) -> Iterator[Extent]:
 def _read_lines(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     label = _directory_label(extent, options)
     with open_bytes(extent.path) as file:
-        compressed = extent.path.lower().endswith(COMPRESSED_SUFFIXES)
-        end = None if compressed else extent.end
+        end = None if is_compressed(extent.path) else extent.end
         if extent.kind == "json":
             for where, lines, problem in _line_blocks(file, extent.start, end, options):
                 yield from _json_documents(extent.path, where, lines, problem, label, options)

@@ -18,12 +18,14 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from data_helpers import TEXTS, problems_of, texts_of
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import inputs
 from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units, split
+from deberta_ds.corpus.inputs import open_bytes
 from deberta_ds.corpus.quality import Text
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.data import remote
@@ -204,6 +206,23 @@ def test_a_compressed_file_is_read_by_its_name_in_any_case_or_says_its_name(tmp_
         with pytest.raises(UserError, match="a.jsonl: is compressed; rename it to "
                                             f"a.jsonl{suffix.lower()}"):
             texts_of([tmp_path / "a.jsonl"])
+
+
+def test_a_part_of_a_remote_file_costs_a_few_bytes_of_its_front(tmp_path, monkeypatch):
+    """Each part read a buffer of 4 MiB there, to see whether the file is compressed."""
+    asked, read = [], LocalFileSystem.cat_file
+
+    def cat_file(self, path, start=None, end=None, **options):
+        asked.append(end - start)
+        return read(self, path, start, end, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", cat_file)
+    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    with open_bytes(f"file://{tmp_path}/a.txt") as file:
+        file.seek(90)
+        assert file.read() == bytes(range(90, 100)) and asked == [6, 10]
+        file.seek(0)
+        assert file.read() == bytes(range(100))
 
 
 def test_a_pattern_gives_each_file_once(tmp_path):

@@ -64,8 +64,8 @@ def watch(command: list[str], work: Path, port: int) -> list[dict[str, int]]:
         process = subprocess.Popen(command, env=ENVIRONMENT | dict(os.environ), cwd=ROOT,
                                    stdout=log, stderr=log)
     while process.poll() is None:
-        if max(losses(work / "out"), default=0) >= EVERY * len(samples) + EVERY // 2:
-            step = max(losses(work / "out"))
+        step = max(losses(work / "out"), default=0)
+        if step >= EVERY * len(samples) + EVERY // 2:
             samples.append({"step": step} | sample(psutil.Process(process.pid), work / "out", port))
             print(samples[-1], flush=True)
         time.sleep(0.5)
