@@ -210,6 +210,7 @@ def test_what_is_uploaded_is_not_deleted_meanwhile(tmp_path, shop):
     train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, keep=1, keep_every=10,
                         upload=f"shop://{tmp_path}/store")
     saver = Saver(SimpleNamespace(module=torch.nn.Linear(1, 1)), tmp_path, train, {}, print)
+    saver.uploads._round.result()  # that of the start, which says what is current until it ends
     for step in (10, 15, 16, 17):
         make_checkpoint(tmp_path, step)
     saver.uploads.current = find.path_of(tmp_path, 15)
