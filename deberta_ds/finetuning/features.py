@@ -13,7 +13,7 @@ start and the end in every row).
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -341,11 +341,8 @@ class FeatureBatch:
 
     def to(self, device: torch.device) -> "FeatureBatch":
         """Return the batch on `device`."""
-        tensors = {
-            field.name: getattr(self, field.name).to(device)
-            for field in fields(self)
-            if field.name not in ("longest_span", "rows")}
-        return replace(self, **tensors)
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items()
+                                if isinstance(value, Tensor)})
 
 
 def collate(features: Sequence[Feature], weights: Sequence[float] | None = None) -> FeatureBatch:

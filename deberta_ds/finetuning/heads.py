@@ -10,6 +10,7 @@ record_qa.py). Scores of an example that was read in several windows are average
 Legend: R sequences, L length, C hidden, E examples, S spans, T span tokens, K slots, N classes.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,8 +33,6 @@ from deberta_ds.model.backbone import Backbone
 # regression output is compared by mean squared error (not by a softmax over the batch), the chosen
 # divergence shapes the final loss too, and nothing is hooked, so no tensor outlives its step. Cost
 # of a step: three forward and two backward passes.
-#
-# Legend: R rows, L length, C hidden, E examples, N classes, K mentions.
 _NORM_EPS = 1e-7
 
 
@@ -196,18 +195,6 @@ def mean_by(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
     return sums / counts.view(-1, *[1] * (values.ndim - 1))
 
 
-class ContextPooler(nn.Module):
-    """[CLS] state -> dropout -> dense -> GELU."""
-
-    def __init__(self, size_in: int, hidden_size: int, dropout: float):
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self.dense = nn.Linear(size_in, hidden_size)
-
-    def forward(self, state_RC: Tensor) -> Tensor:
-        return F.gelu(self.dense(self.dropout(state_RC)))
-
-
 class ClassifyHead(nn.Module):
     """Scores per example, averaged over windows or the `largest`; with `choices`, one score per
     sequence."""
@@ -216,8 +203,9 @@ class ClassifyHead(nn.Module):
                  largest: bool = False):
         super().__init__()
         self.choices, self.largest = choices, largest
-        # The official configuration for SuperGLUE sets the pooler's own dropout to 0.
-        self.pooler = ContextPooler(hidden_size, hidden_size, 0.0)
+        # The official context pooler; its configuration for SuperGLUE has no dropout before it.
+        self.pooler = nn.Sequential(OrderedDict(
+            dense=nn.Linear(hidden_size, hidden_size), gelu=nn.GELU()))
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(hidden_size, num_labels)
 
