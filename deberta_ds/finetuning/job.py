@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 
@@ -14,6 +15,7 @@ from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
 from deberta_ds.finetuning.encoded import Encoded, encode_split
 from deberta_ds.finetuning.models import Start
+from deberta_ds.finetuning.predict import score_split
 from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import Task
@@ -54,6 +56,11 @@ class Job:
             self.encoded[id(split)] = encode_split(split, self.start.tokenizer, self.settings,
                                                    self.say)
         return self.encoded[id(split)]
+
+    def scores(self, model: Callable, split: Split) -> list[np.ndarray]:
+        """Return what `model`, in evaluation mode, gives every example; call it on every rank."""
+        return score_split(model, split.task, split.examples, self.features(split),
+                           global_batch_size=self.settings.eval_batch_size, device=self.device)
 
     @cached_property  # a pass over all texts, and an identity is compared several times
     def data_digest(self) -> str:

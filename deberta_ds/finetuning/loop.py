@@ -27,7 +27,7 @@ from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.job import Job
 from deberta_ds.finetuning.layouts import class_of
 from deberta_ds.finetuning.models import build_model, keep_head, start_from
-from deberta_ds.finetuning.predict import num_scores, predictions_of, score_split
+from deberta_ds.finetuning.predict import predictions_of
 from deberta_ds.finetuning.resume import Checkpoints, Progress, forget_waiting, waiting
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import Task
@@ -159,11 +159,8 @@ def _evaluate_and_keep(job: Job, engine, progress: Progress, total_steps: int, n
 
 def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
     """Return (metrics, margin above which "no answer" is said, 0 where there is no such thing)."""
-    sizes = [num_scores(job.task, example) for example in job.val.examples]
     engine.eval()
-    scores = score_split(
-        engine, job.features(job.val), sizes, global_batch_size=job.settings.eval_batch_size,
-        device=job.device)
+    scores = job.scores(engine, job.val)
     engine.train()
     threshold = best_threshold(job.val.examples, scores) if job.task.no_answer else 0.0
     guesses = predictions_of(job.task, job.val.examples, scores, threshold)

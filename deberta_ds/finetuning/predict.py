@@ -24,13 +24,14 @@ from deberta_ds.finetuning.tasks import Task
 INNER, LOST = NEVER, 2 * NEVER  # scores of words without a token of their own: Feature.inner, .lost
 
 
-def score_split(forward: Callable[[FeatureBatch], TaskOutput], features: Sequence[Feature],
-                sizes: Sequence[int], *, global_batch_size: int,
-                device: torch.device) -> list[np.ndarray]:
+def score_split(forward: Callable[[FeatureBatch], TaskOutput], task: Task,
+                examples: Sequence[Example], features: Sequence[Feature], *,
+                global_batch_size: int, device: torch.device) -> list[np.ndarray]:
     """Return the fp64 scores of every example, in order and on every rank.
 
-    `sizes[i]` is how many scores example i has. `forward` runs in evaluation mode.
+    `features` are those of `examples`. `forward` runs in evaluation mode.
     """
+    sizes = [num_scores(task, example) for example in examples]
     starts = np.concatenate([[0], np.cumsum(sizes)])
     totals = torch.zeros(int(starts[-1]), dtype=torch.float64)
     order = sorted(range(len(features)), key=lambda i: (-features[i].num_tokens, i))

@@ -29,7 +29,7 @@ from deberta_ds.finetuning.features import Feature, count_unknown, encode
 from deberta_ds.finetuning.labels import is_ignored, to_line, without_label
 from deberta_ds.finetuning.layouts import Example, examples_of, is_labelled
 from deberta_ds.finetuning.metrics import Prediction
-from deberta_ds.finetuning.predict import entities_in, num_scores, predictions_of, score_split
+from deberta_ds.finetuning.predict import entities_in, predictions_of, score_split
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.scores import as_text, scores_of
 from deberta_ds.finetuning.submission import as_written
@@ -77,9 +77,8 @@ def predict_file(
             _check_positions(saved, features, data)
             cut += sum(feature.cut_tokens > 0 for feature in features)
             unknown += count_unknown(features, saved.tokenizer)
-            sizes = [num_scores(task, example) for example in examples]
-            scores = score_split(model, features, sizes, global_batch_size=global_batch_size,
-                                 device=device)
+            scores = score_split(model, task, examples, features,
+                                 global_batch_size=global_batch_size, device=device)
             guesses = predictions_of(task, examples, scores, saved.threshold)
             labelled += [(replace(example, sequences=(), spans=()), guess) for example, guess in
                          zip(examples, guesses, strict=True) if is_labelled(example)]

@@ -125,7 +125,6 @@ class Split:
     """The examples of one split, in file order, and where they came from."""
 
     task: Task
-    split: str
     source: str
     examples: tuple[Example, ...]
     left_out: str = ""  # what is said of rows that are not among the examples
@@ -178,7 +177,7 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
             "--any_size if this is a sample on purpose")
     if "gender_parity" in task.metrics:
         _check_pairs(examples)
-    return Split(task, split, source, tuple(examples), "; ".join(filter(None, notes)))
+    return Split(task, source, tuple(examples), "; ".join(filter(None, notes)))
 
 
 def _name(task: Task, example: Example, split: str) -> int | str | tuple[int, ...]:
@@ -253,8 +252,8 @@ def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
         raise UserError(f"{val.source}: {twice[1]} rows have the id {twice[0]!r}; each that is "
                         "evaluated needs its own, under which its prediction is filed")
     note = f"{val.source} split by its first text, seed {seed}"
-    return (Split(val.task, "train", note, tuple(train)),
-            Split(val.task, "val", note, tuple(sorted(kept, key=lambda example: example.key))))
+    return (Split(val.task, note, tuple(train)),
+            Split(val.task, note, tuple(sorted(kept, key=lambda example: example.key))))
 
 
 def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple[str, Any]]]:

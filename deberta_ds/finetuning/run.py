@@ -36,7 +36,7 @@ from deberta_ds.finetuning.job import Job, digest
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.loop import train
 from deberta_ds.finetuning.models import Start, build_model
-from deberta_ds.finetuning.predict import num_scores, predictions_of, score_split
+from deberta_ds.finetuning.predict import predictions_of
 from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.resume import best_model, forget, keep_best, newest, read_progress
 from deberta_ds.finetuning.scores import FILE, as_text, scores_of
@@ -230,7 +230,7 @@ def _predict(job: Job, directory: Path) -> dict:
     saved = load_finetuned(directory)
     model = finetuned_model(saved, job.device, precision(job.deepspeed))
     examples = job.val.examples
-    scores = _scores(job, model, job.val)
+    scores = job.scores(model, job.val)
     guesses = predictions_of(job.task, examples, scores, saved.threshold)
     found = scores_of(job.task, examples, guesses)
     failure = metrics.failure(job.task, examples, guesses)
@@ -253,7 +253,7 @@ def _predict(job: Job, directory: Path) -> dict:
         if job.task.head == "answer":
             write_official(job.out, examples, guesses, scores)
     for name, split in (*job.diagnostics.items(), *job.tests.items()):
-        answers = predictions_of(split.task, split.examples, _scores(job, model, split),
+        answers = predictions_of(split.task, split.examples, job.scores(model, split),
                                  saved.threshold)
         if found := scores_of(split.task, split.examples, answers):
             table = "test" if name == job.task.name else name
@@ -264,13 +264,6 @@ def _predict(job: Job, directory: Path) -> dict:
             text = render(split.task, split.examples, answers)
             write_atomic(job.out / "submission" / f"{name}.jsonl", text)
     return result
-
-
-def _scores(job: Job, model, split: Split) -> list[np.ndarray]:
-    sizes = [num_scores(split.task, example) for example in split.examples]
-    rows = job.settings.eval_batch_size
-    return score_split(model, job.features(split), sizes, global_batch_size=rows,
-                       device=job.device)
 
 
 def finetuned_model(

@@ -118,7 +118,7 @@ def test_large_tables_take_little_memory_and_say_how_far_they_are(tmp_path, monk
 def test_each_rank_of_a_node_encodes_a_part_and_has_all(name, monkeypatch):
     monkeypatch.setattr(encoding, "_BLOCK_ROWS", 2)
     where = ("who is it", "It is Anna. " * 20)
-    split = sample(name) if name != "SQuAD-v2.0" else Split(task_named(name), "train", "s", tuple(
+    split = sample(name) if name != "SQuAD-v2.0" else Split(task_named(name), "s", tuple(
         Example((n,), (where,), (), (TextSpan(1, 6 + n, 10 + n),), place=f"s:{n}")
         for n in range(5)))
     tokenizer, task = tiny_start().tokenizer, split.task

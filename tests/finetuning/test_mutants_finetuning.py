@@ -53,10 +53,9 @@ def test_the_best_evaluation_is_that_of_the_metric_that_was_asked_for(monkeypatc
 def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(monkeypatch):
     done = []
     engine = SimpleNamespace(eval=lambda: done.append("eval"), train=lambda: done.append("train"))
-    job = SimpleNamespace(task=SimpleNamespace(no_answer=False), device=None,
-                          val=SimpleNamespace(examples=[]), features=lambda split: [],
-                          settings=SimpleNamespace(eval_batch_size=1))
-    monkeypatch.setattr(loop, "score_split", lambda *_, **__: done.append("scores"))
+    job = SimpleNamespace(task=SimpleNamespace(no_answer=False),
+                          val=SimpleNamespace(examples=[]),
+                          scores=lambda *_: done.append("scores"))
     monkeypatch.setattr(loop, "predictions_of", lambda *_: [])
     monkeypatch.setattr(loop.metrics, "score", lambda *_: {})
     assert loop._evaluate(job, engine) == ({}, 0.0) and done == ["eval", "scores", "train"]
