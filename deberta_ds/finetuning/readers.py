@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,12 @@ def read_hub(task: Task, split: str) -> list[tuple[str, dict]]:
 
 def official_lines(task: Task, rows: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
     """Yield (place, object in the format of the official JSON lines) for the Hub's rows."""
+    convert = {"multirc": _multirc, "record": _record}.get(task.layout, partial(_flat, task))
     try:
-        if task.name in ("MultiRC", "ReCoRD"):
-            passages: dict[int, tuple[str, dict]] = {}
-            for place, row in rows:
-                (_multirc if task.name == "MultiRC" else _record)(place, row, passages)
-            yield from passages.values()
-            return
         for number, (place, row) in enumerate(rows):
             answers = task.layout == "answers"
-            yield place, to_line(task, place, row, number) if answers else _flat(task, row)
+            yield place, to_line(task, place, row, number) if answers else convert(row)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        place, row = rows[0]
         raise UserError(
             f"{place}: not the Hub's {task.hub} table ({type(error).__name__}: {error}); its "
             f"columns are {', '.join(row)}") from error
@@ -75,8 +70,6 @@ def _flat(task: Task, row: dict) -> dict:
     for field, column in task.columns.items():  # GLUE's RTE has other names than SuperGLUE's
         if field not in row and column in row:
             line[field] = row[column]
-    if task.name == "AX-b":
-        line["idx"] = str(line["idx"])
     if task.name == "WSC":
         names = ("span1_index", "span1_text", "span2_index", "span2_text")
         line["target"] = {name: line.pop(name) for name in names}
@@ -86,38 +79,32 @@ def _flat(task: Task, row: dict) -> dict:
         return line | {"label": float(number)}
     if type(number) is not int or not 0 <= number < len(task.labels):
         raise ValueError(f"label {number!r} is no class number")
-    if task.hub_labels:
-        number = task.labels.index(task.hub_labels[number])
+    number = task.labels.index((task.hub_labels or task.labels)[number])
     return line | {"label": (task.values or task.labels)[number]}
 
 
-def _multirc(place: str, row: dict, passages: dict[int, tuple[str, dict]]) -> None:
+def _multirc(row: dict) -> dict:
+    """Return a line of one question with one answer."""
     idx = row["idx"]
-    _, line = passages.setdefault(idx["paragraph"], (place, {
-        "idx": idx["paragraph"], "version": 1.1,
-        "passage": {"text": row["paragraph"], "questions": []}}))
-    questions = line["passage"]["questions"]
-    question = next((known for known in questions if known["idx"] == idx["question"]), None)
-    if question is None:
-        question = {"question": row["question"], "idx": idx["question"], "answers": []}
-        questions.append(question)
-    label = {"label": row["label"]} if row["label"] != -1 else {}
-    question["answers"].append({"text": row["answer"], "idx": idx["answer"]} | label)
+    answer = {"text": row["answer"], "idx": idx["answer"]}
+    answer |= {"label": row["label"]} if row["label"] != -1 else {}
+    question = {"question": row["question"], "idx": idx["question"], "answers": [answer]}
+    return {"idx": idx["paragraph"], "version": 1.1,
+            "passage": {"text": row["paragraph"], "questions": [question]}}
 
 
-def _record(place: str, row: dict, passages: dict[int, tuple[str, dict]]) -> None:
+def _record(row: dict) -> dict:
+    """Return a line of one query."""
     spans = row["entity_spans"]
     # The Hub's spans are end-exclusive, the official files count the last character in.
     entities = [{"start": start, "end": end - 1}
                 for start, end in zip(spans["start"], spans["end"], strict=True)]
-    # The Hub removes the newlines around @highlight; offsets are kept.
-    _, line = passages.setdefault(row["idx"]["passage"], (place, {
-        "source": "hub", "passage": {"text": row["passage"], "entities": entities}, "qas": [],
-        "idx": row["idx"]["passage"]}))
     qa = {"query": row["query"], "idx": row["idx"]["query"]}
     if row["answers"]:
-        qa["answers"] = [{"start": 0, "end": 0, "text": text} for text in row["answers"]]
-    line["qas"].append(qa)
+        qa["answers"] = [{"text": text} for text in row["answers"]]
+    # The Hub removes the newlines around @highlight; offsets are kept.
+    return {"passage": {"text": row["passage"], "entities": entities}, "qas": [qa],
+            "idx": row["idx"]["passage"]}
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,9 @@ def test_no_damage_of_a_zip_or_parquet_file_is_a_traceback(tmp_path):
         datasets.Dataset.from_list([rows[0] | bad]).to_parquet(str(table))
         with pytest.raises(UserError, match="rte"):
             read(task, tmp_path, "train")
+    datasets.Dataset.from_list([rows[0], rows[1] | {"label": 7}]).to_parquet(str(table))
+    with pytest.raises(UserError, match="row 2: not the Hub's rte table"):  # it was row 1
+        read(task, tmp_path, "train")
 
 
 def damaged_bytes_of_binary(data: bytes, dice: random.Random) -> bytes:
