@@ -192,7 +192,7 @@ def measure(name: str, scratch: Path) -> dict:
         for old, new in OWN[name].items():
             lines = lines.replace(f'"{old}"', f'"{new}"')
         write(data / "task.toml", lines)
-        task, _, _ = load_own_task(data / "task.toml")
+        task, _ = load_own_task(data / "task.toml")
     else:
         task = task_named(name)
     given = settings.load(None, [f"--all.{text}" for text in SETTINGS], (*TASK_NAMES, task.name))

@@ -210,8 +210,7 @@ def stream(
         low * global_batch_size - epoch * num_rows : high * global_batch_size - epoch * num_rows]
     by_length = rows[np.argsort(lengths[rows], kind="stable")] if group_updates > 1 else rows
     turn = np.random.default_rng([seed, epoch, low]).permutation(high - low)[step - low]
-    number = turn if group_updates > 1 else 0
-    return by_length[number * global_batch_size : (number + 1) * global_batch_size].tolist()
+    return by_length[turn * global_batch_size : (turn + 1) * global_batch_size].tolist()
 
 
 @lru_cache(maxsize=2)

@@ -49,7 +49,7 @@ def open_task(name: str) -> "Task":
 
     if not name.endswith(".toml"):
         return task_named(name)
-    task, _, labels = load_own_task(name)
+    task, labels = load_own_task(name)
     say(labels)
     return task
 

@@ -90,8 +90,8 @@ class OwnTask:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
-    """Return (task, what the file says, a line on the labels that were found).
+def load_own_task(path: str | Path) -> tuple[Task, str]:
+    """Return (the task of a file, a line on the labels that were found).
 
     Raises UserError naming the file, the key and what it may be.
     """
@@ -132,7 +132,7 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
             raise UserError(f"{path}: metrics: {name} is the F1 of the second of two labels; say "
                             f"which it is: labels = {json.dumps(list(task.labels))}, or the other "
                             "way around")
-    return task, own, said
+    return task, said
 
 
 def _faults(own: OwnTask) -> Iterator[str]:

@@ -34,10 +34,9 @@ _MOST_SHOWN = 10  # rows that cannot be used
 Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
 
 
-def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int = 0,
-               form: TableForm | None = None) -> Iterator[Row]:
+def read_table(path: str | Path, form: TableForm | None = None) -> Iterator[Row]:
     """Yield the rows of a table; UserError for the first that cannot be read. See `each_row`."""
-    for place, row in each_row(path, headless, skip_broken, form):
+    for place, row in each_row(path, form=form):
         if isinstance(row, UserError):
             raise row
         yield place, row

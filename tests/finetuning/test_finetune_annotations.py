@@ -52,7 +52,7 @@ FORMS = {
 
 def load(directory, rows: list, label: str = "label", **more):
     path = write_task(directory, "tags", rows, texts=["text"], label=label, **more)
-    task, _, said = load_own_task(path)
+    task, said = load_own_task(path)
     return task, read_split(task, ".", "train").examples, said
 
 

@@ -111,7 +111,7 @@ def test_the_official_files_the_hubs_and_own_tables_give_the_same_examples(squad
         (tmp_path / "task.toml").write_text(
             'name = "mine"\nkind = "spans"\ntexts = ["question", "context"]\nlabel = "answers"\n'
             f'train = "{name}"\nval = "{name}"\n{start}')
-        task, _, said = load_own_task(tmp_path / "task.toml")
+        task, said = load_own_task(tmp_path / "task.toml")
         assert said == "mine: 11 questions, 2 without an answer" and task.no_answer
         assert task.metrics == ("f1_v2", "em_v2")
         found = read_split(task, ".", "train").examples

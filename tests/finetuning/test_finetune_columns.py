@@ -145,7 +145,7 @@ def test_a_sentence_that_cannot_be_read_does_not_hide_the_others(tmp_path):
 def test_tags_without_prefix_are_scored_by_accuracy(tmp_path, file, text, metrics, labels):
     (tmp_path / file).write_text(text)
     path = write_task(tmp_path, "tags", [], train=file, val=file, texts=["words"], label="pos")
-    task, _, _ = load_own_task(path)  # a file with a word per line has no names of columns
+    task, _ = load_own_task(path)  # a file with a word per line has no names of columns
     assert task.metrics == metrics and set(task.labels) == labels
     assert read_split(task, ".", "val").examples[0].label
 
@@ -179,7 +179,7 @@ def test_columns_in_a_task_file(tmp_path):
     with pytest.raises(UserError, match="has 3; if it has a word per line, .*columns = {word"):
         load_own_task(path)
     path.write_text("columns = {word = 2, tag = 3}\n" + path.read_text())
-    task, _, said = load_own_task(path)
+    task, said = load_own_task(path)
     assert said == "mine: 3 labels: O (3), B-LOC (1), B-ORG (1)"
     assert read_split(task, ".", "train").examples[0].sequences == (("Aufgrund seiner DFB",),)
     for wrong, message in (("{word = 0}", "counted from 1"), ("{words = 1}", "columns.words"),
@@ -198,7 +198,7 @@ def test_columns_in_a_task_file(tmp_path):
 def test_words_are_joined_as_their_script_is_written(tmp_path, words, text):
     """Characters were joined by spaces: 36,281 tokens instead of 19,931."""
     rows = [{"words": words, "label": ["B-X"] + ["O"] * (len(words) - 1)}] * 2
-    task, _, _ = load_own_task(write_task(tmp_path, "tags", rows))
+    task, _ = load_own_task(write_task(tmp_path, "tags", rows))
     example = read_split(task, ".", "train").examples[0]
     assert example.sequences == ((text,),)
     assert [text[span.start : span.end] for span in example.spans] == words

@@ -94,7 +94,7 @@ evals_per_epoch = 1"""
 
 def train(path: Path, out: Path, *overrides: str, start=None, say=lambda text: None, max_bad=0
           ) -> dict:
-    task, _, _ = load_own_task(path)
+    task, _ = load_own_task(path)
     plan = sweep.Sweep(
         tasks=(task,), num_seeds=1, start=start or tiny_start(), data=".", out=out, deepspeed={},
         device=torch.device("cpu"), settings=load(None, overrides, (*TASK_NAMES, task.name)),

@@ -55,7 +55,7 @@ def test_a_mistake_is_one_clear_error(tmp_path, change, message):
     rows = rows_of("tags" if "settings" in change and kind == "tags" else "classification", 6)
     path = write_task(tmp_path, kind, rows, **{k: v for k, v in change.items() if k != "kind"})
     with pytest.raises(UserError, match=message):
-        task, _, _ = load_own_task(path)
+        task, _ = load_own_task(path)
         resolve(task, {})
         read_split(task, ".", "train")
 
@@ -91,7 +91,7 @@ def test_skipped_test_tables_are_not_read(tmp_path):
     rows = rows_of("classification", 8)
     path = write_task(tmp_path, "classification", rows, test="broken.jsonl")
     (tmp_path / "broken.jsonl").write_text("{")
-    task, own, _ = load_own_task(path)
+    task, _ = load_own_task(path)
     plan = sweep.Sweep(tasks=(task,), num_seeds=1, start=None, data=".", out=tmp_path, deepspeed={},
                        device=torch.device("cpu"), predict_test=False)
     assert sweep.read_task(plan, task, {})[2] == {}

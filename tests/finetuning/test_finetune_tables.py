@@ -39,7 +39,7 @@ def test_every_kind_of_table_gives_the_same_examples(tmp_path):
         stream.write_table(table)
     for name in ("train.csv", "train.parquet", "train.feather", "train.arrow"):
         path = write_task(tmp_path, "classification", rows, train=name, val=name)
-        task, _, said = load_own_task(path)
+        task, said = load_own_task(path)
         assert read_split(task, ".", "train").examples == wanted, name
         assert said == "mine: 2 labels: false (6), true (3)"
     (tmp_path / "train.tsv").write_text("words\tlabel\na \"b\tyes\nc\tno\n")
@@ -133,7 +133,7 @@ def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
     (tmp_path / "train").write_text("en:Rome\tB-LOC\nen::\tO\nen:a:b\tO\n\nen:He\tO\n")
     path = write_task(tmp_path, "tags", [], train="train", val="train", texts=["tokens"],
                       label="tags")
-    task, _, said = load_own_task(path)
+    task, said = load_own_task(path)
     assert said == "mine: 2 labels: O (3), B-LOC (1)"
     wanted = read_split(task, ".", "train").examples
     assert wanted[0].sequences == (("Rome : a:b",),) and wanted[0].label == (1, 0, 0)
