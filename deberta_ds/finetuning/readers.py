@@ -25,6 +25,8 @@ from deberta_ds.finetuning.line import line_format
 from deberta_ds.finetuning.tables import Faults, each_row
 from deberta_ds.finetuning.tasks import TASK_NAMES, NoSplitError, TableForm, Task
 
+# RuntimeError: encrypted, or packed in a way that Python cannot unpack.
+ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 # The Hub's tables are flat: MultiRC has one row per answer, ReCoRD one per query, labels are class
 # numbers and a label of -1 means none. Source: huggingface/datasets datasets/super_glue.
 HUB = "hub"
@@ -313,7 +315,6 @@ def _member(archive: Path, name: str) -> bytes | None:
             for member in opened.namelist():
                 if member == name or member.endswith("/" + name):
                     return opened.read(member)
-    except (zipfile.BadZipFile, EOFError, OSError, zlib.error, RuntimeError) as error:
-        # RuntimeError: encrypted, or packed in a way that Python cannot unpack.
+    except ZIP_DAMAGE as error:
         raise UserError(f"{archive}: not a whole zip file ({error}); fetch it again") from error
     return None

@@ -7,7 +7,6 @@ evaluate.py SUPERGLUE_NAME_MAP and jiant scripts/benchmarks/benchmarks.py, which
 
 import json
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +17,9 @@ from deberta_ds.base.files import atomic_path
 from deberta_ds.base.json_files import parse_json
 from deberta_ds.finetuning.layouts import Example, class_of, classes_of
 from deberta_ds.finetuning.metrics import Prediction, spans_of
+from deberta_ds.finetuning.readers import ZIP_DAMAGE
 from deberta_ds.finetuning.tasks import SUITES, Task
 
-# RuntimeError: encrypted, or packed in a way that Python cannot unpack.
-ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 _FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # what a zip says of the hour would differ each time
 
 

@@ -108,14 +108,16 @@ _RTE = ("not_entailment", "entailment")
 _TSV = {"train": "train.tsv", "val": "dev.tsv", "test": "test.tsv"}
 _SENTENCES = {"premise": "sentence1", "hypothesis": "sentence2"}
 _NUMBERS = ("0", "1")
+_rte = partial(Task, head="classify", labels=_RTE, values=_RTE, submitted=_RTE,
+               hub_labels=_RTE[::-1])  # the Hub counts them the other way around
 
 TASKS: tuple[Task, ...] = (
-    Task(name="BoolQ", layout="texts", head="classify",
+    Task(name="BoolQ", head="classify",
          labels=("false", "true"), values=_BOOL, submitted=("false", "true"),
          texts=("passage", "question"), metrics=("accuracy",), counts=_splits(9427, 3270, 3245),
          line='{"question": "...", "passage": "...", "idx": 0, "label": true}', hub="boolq",
          settings={"epochs": 10, "global_batch_size": 32, "max_length": 320}),
-    Task(name="CB", layout="texts", head="classify", labels=_NLI, values=_NLI, submitted=_NLI,
+    Task(name="CB", head="classify", labels=_NLI, values=_NLI, submitted=_NLI,
          texts=("premise", "hypothesis"), metrics=("macro_f1", "accuracy"),
          counts=_splits(250, 56, 250),
          line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="cb",
@@ -137,18 +139,16 @@ TASKS: tuple[Task, ...] = (
          hub="multirc",
          settings={"epochs": 6, "global_batch_size": 32, "max_length": 512}),
     Task(name="ReCoRD", layout="record", head="mentions",
-         labels=("mention",), values=(), submitted=(),
-         texts=("passage",), metrics=("f1", "em"), counts=_splits(100730, 10000, 10000),
+         labels=("mention",), texts=("passage",), metrics=("f1", "em"),
+         counts=_splits(100730, 10000, 10000),
          line='{"source": "CNN", "passage": {"text": "...", "entities": [{"start": 0, "end": 4}]}, '
          '"qas": [{"query": "... @placeholder ...", "idx": 0, "answers": [{"start": 0, "end": 4, '
          '"text": "..."}]}], "idx": 0}',
          hub="record",
          settings={"epochs": 3, "global_batch_size": 64, "max_length": 512, "window_overlap": 256}),
-    Task(name="RTE", layout="texts", head="classify",
-         labels=_RTE, values=_RTE, submitted=_RTE,
-         texts=("premise", "hypothesis"), metrics=("accuracy",), counts=_splits(2490, 277, 3000),
+    _rte(name="RTE", texts=("premise", "hypothesis"), metrics=("accuracy",),
+         counts=_splits(2490, 277, 3000),
          line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="rte",
-         hub_labels=("entailment", "not_entailment"),
          files=_TSV, columns=_SENTENCES,  # GLUE's RTE is the same task, as tables
          settings={"epochs": 10, "global_batch_size": 32, "max_length": 320}),
     Task(name="WiC", layout="wic", head="words",
@@ -166,18 +166,15 @@ TASKS: tuple[Task, ...] = (
          '13, "span2_text": "He"}, "idx": 0, "label": false}',
          hub="wsc",
          settings={"epochs": 50, "max_length": 256, "learning_rate": 1e-5}),
-    Task(name="AX-b", layout="texts", head="classify", labels=_RTE, values=_RTE, submitted=_RTE,
-         texts=("sentence1", "sentence2"), metrics=("matthews",), counts=(("test", 1104),),
+    _rte(name="AX-b", texts=("sentence1", "sentence2"), metrics=("matthews",),
+         counts=(("test", 1104),),
          line='{"idx": "0", "label": "entailment", "sentence1": "...", "sentence2": "..."}',
-         hub="axb", hub_labels=("entailment", "not_entailment"), predicted_by="RTE"),
-    Task(name="AX-g", layout="texts", head="classify",
-         labels=_RTE, values=_RTE, submitted=_RTE,
-         texts=("premise", "hypothesis"), metrics=("gender_parity", "accuracy"),
+         hub="axb", predicted_by="RTE"),
+    _rte(name="AX-g", texts=("premise", "hypothesis"), metrics=("gender_parity", "accuracy"),
          counts=(("test", 356),),
          line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0, '
          '"pair_id": 551646}',
-         hub="axg",
-         hub_labels=("entailment", "not_entailment"), predicted_by="RTE"),
+         hub="axg", predicted_by="RTE"),
 )
 
 # Table columns: huggingface/datasets datasets/glue/glue.py, which reads the official files; counts:
@@ -186,6 +183,8 @@ TASKS: tuple[Task, ...] = (
 _OFFICIAL = {"epochs": 6, "global_batch_size": 32, "learning_rate": 2e-5, "warmup_steps": 100,
              "head_dropout": 0.15, "max_length": 128}
 _glue = partial(Task, head="classify", files=_TSV, hub_repository="nyu-mll/glue")
+_mnli = partial(_glue, labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
+                hub_labels=("entailment", "neutral", "contradiction"))
 _GLUE_ONLY: tuple[Task, ...] = (
     _glue(name="CoLA", labels=("unacceptable", "acceptable"), values=_NUMBERS, submitted=(0, 1),
           texts=("sentence",), metrics=("matthews",), counts=_splits(8551, 1043, 1063),
@@ -208,32 +207,28 @@ _GLUE_ONLY: tuple[Task, ...] = (
           may_be_blank=True, hub="qqp",
           settings=_OFFICIAL | {"epochs": 8, "global_batch_size": 64, "warmup_steps": 500,
                                 "max_length": 320}),
-    _glue(name="MNLI", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
-          metrics=("accuracy",), counts=_splits(392702, 9815, 9796),
+    _mnli(name="MNLI", metrics=("accuracy",), counts=_splits(392702, 9815, 9796),
           line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}',
           files={"train": "train.tsv", "val": "dev_matched.tsv", "test": "test_matched.tsv"},
           columns=_SENTENCES | {"label": "gold_label"}, hub="mnli",
           hub_splits={"val": "validation_matched", "test": "test_matched"},
-          hub_labels=("entailment", "neutral", "contradiction"),
           settings={"epochs": 3, "global_batch_size": 64, "max_length": 256}),
     _glue(name="QNLI", labels=_RTE, submitted=_RTE, texts=("question", "sentence"),
           metrics=("accuracy",), counts=_splits(104743, 5463, 5463), hub="qnli",
-          hub_labels=("entailment", "not_entailment"),
+          hub_labels=_RTE[::-1],
           settings=_OFFICIAL | {"epochs": 4, "warmup_steps": 500, "max_length": 512,
                                 "truncation": "longest_first"}),
     _glue(name="WNLI", labels=_RTE, values=_NUMBERS, submitted=(0, 1),
           texts=("sentence1", "sentence2"), metrics=("accuracy",), counts=_splits(635, 71, 146),
           hub="wnli", settings={"global_batch_size": 32}),
-    _glue(name="MNLI-mm", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
-          metrics=("accuracy",), counts=(("val", 9832), ("test", 9847)),
+    _mnli(name="MNLI-mm", metrics=("accuracy",), counts=(("val", 9832), ("test", 9847)),
           files={"val": "../MNLI/dev_mismatched.tsv", "test": "../MNLI/test_mismatched.tsv"},
           columns=_SENTENCES | {"label": "gold_label"}, hub="mnli",
           hub_splits={"val": "validation_mismatched", "test": "test_mismatched"},
-          hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI"),
-    _glue(name="AX", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
-          metrics=("matthews_multi",), counts=(("test", 1104),), files={"test": "AX.tsv"},
-          also_at=("AX.tsv", "diagnostic/diagnostic.tsv"), columns=_SENTENCES, hub="ax",
-          hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI"),
+          predicted_by="MNLI"),
+    _mnli(name="AX", metrics=("matthews_multi",), counts=(("test", 1104),),
+          files={"test": "AX.tsv"}, also_at=("AX.tsv", "diagnostic/diagnostic.tsv"),
+          columns=_SENTENCES, hub="ax", predicted_by="MNLI"),
 )
 
 # The official JSON files (rajpurkar.github.io/SQuAD-explorer). microsoft/DeBERTa has no script for
