@@ -52,8 +52,8 @@ class TrainingResult:
         return pandas.DataFrame(read_metrics(self.out_dir / METRICS_FILE))
 
     @property
-    def checkpoint(self) -> Path | None:
-        """The best checkpoint if train.best_metric is set, else the newest."""
+    def checkpoint(self) -> Path:
+        """The best checkpoint if train.best_metric is set, else the newest; UserError if none."""
         best = self.out_dir / BEST
         return best if best.exists() else find.newest(self.out_dir)
 
@@ -61,8 +61,6 @@ class TrainingResult:
         """Return that checkpoint, loaded."""
         from deberta_ds.api.model import load
 
-        if self.checkpoint is None:
-            raise UserError(f"{self.out_dir}: no checkpoint was saved")
         return load(self.checkpoint)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate.fill_mask import Filling, check_fills_masks, fill_mask
@@ -87,12 +88,9 @@ class Model:
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         for start in range(0, len(order), batch_size):
             chosen = order[start:start + batch_size]
-            length = max(len(rows[number]) for number in chosen)
-            ids_BL = torch.full((len(chosen), length), self.tokenizer.pad_id)
-            mask_BL = torch.zeros_like(ids_BL)
-            for place, number in enumerate(chosen):
-                ids_BL[place, :len(rows[number])] = torch.tensor(rows[number])
-                mask_BL[place, :len(rows[number])] = 1
+            tokens = [torch.tensor(rows[number]) for number in chosen]
+            ids_BL = pad_sequence(tokens, batch_first=True, padding_value=self.tokenizer.pad_id)
+            mask_BL = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True)
             states_BLC = self.module(ids_BL.to(device), mask_BL.to(device)).float().cpu()
             if pooling == "cls":
                 pooled_BC = states_BLC[:, 0]

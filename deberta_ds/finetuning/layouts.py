@@ -235,17 +235,12 @@ def _multirc(line: Line) -> list[Example]:
     passage = line.inside("passage")
     text = passage.get("text", str)
     examples = []
-    for q in range(len(passage.get("questions", list))):
-        question = passage.inside("questions", q)
+    for question in passage.each("questions"):
         words = question.get("question", str)
-        for a in range(len(question.get("answers", list))):
-            answer = question.inside("answers", a)
+        for answer in question.each("answers"):
             key = (line.index(), question.index(), answer.index())
             # Eight official answers are blank strings; they are real options with real labels.
-            option: Any = answer.value.get("text")
-            if not isinstance(option, str):
-                answer.get("text", str)
-            answer.check_text(f"{answer.key}text", option, may_be_blank=True)
+            option = answer.get("text", str, may_be_blank=True)
             sequence = (text, f"{words} {option}".rstrip())
             examples.append(Example(key, (sequence,), answer.label()))
     return examples
@@ -255,8 +250,7 @@ def _record(line: Line) -> list[Example]:
     passage = line.inside("passage")
     text = passage.get("text", str)
     spans = []
-    for e in range(len(passage.get("entities", list))):
-        entity = passage.inside("entities", e)
+    for e, entity in enumerate(passage.each("entities")):
         start, end = entity.get("start", int), entity.get("end", int) + 1
         if not 0 <= start < end <= len(text):
             entity.fail(f"entity {e} [{start}, {end}) is outside its passage of {len(text)} chars")
@@ -267,15 +261,13 @@ def _record(line: Line) -> list[Example]:
     names = tuple(text[span.start : span.end] for span in spans)
     shown = without_highlight_marks(text)
     examples = []
-    for q in range(len(line.get("qas", list))):
-        qa = line.inside("qas", q)
+    for qa in line.each("qas"):
         query = qa.get("query", str)
         if PLACEHOLDER not in query:
             qa.fail(f'field "{qa.key}query" has no {PLACEHOLDER}')
         gold = ()
         if qa.needed or "answers" in qa.value:
-            answers = range(len(qa.get("answers", list)))
-            gold = tuple(dict.fromkeys(qa.inside("answers", a).get("text", str) for a in answers))
+            gold = tuple(dict.fromkeys(answer.get("text", str) for answer in qa.each("answers")))
             if qa.needed and not set(gold) & set(names):
                 qa.fail(f"no answer of query {qa.index()} is an entity of its passage")
         key = (qa.index(), line.index())

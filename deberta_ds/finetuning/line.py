@@ -4,7 +4,7 @@ Every error names the file and the line, the field, and the format that is expec
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from deberta_ds.base.errors import UserError
@@ -73,12 +73,15 @@ class Line:
             return int(value)
         return self.get("idx", int)
 
-    def inside(self, name: str, position: int = -1) -> "Line":
-        """Return the object in field `name` (of a list: at `position`) as a Line of its own."""
-        value, key = self.get(name, dict if position < 0 else list), f"{self.key}{name}"
-        if position >= 0:
-            value, key = value[position], f"{key}[{position}]"
-        return Line(self.task, self.place, value, self.needed, f"{key}.")
+    def inside(self, name: str) -> "Line":
+        """Return the object in field `name` as a Line of its own."""
+        return Line(self.task, self.place, self.get(name, dict), self.needed, f"{self.key}{name}.")
+
+    def each(self, name: str) -> Iterator["Line"]:
+        """Yield the objects in field `name`, a list, as Lines of their own."""
+        for number, value in enumerate(self.get(name, list)):
+            key = f"{self.key}{name}[{number}]."
+            yield Line(self.task, self.place, value, self.needed, key)
 
     def label(self) -> int | float | tuple[int, ...] | None:
         """Return field "label" in the form of `Example.label`; None if absent and not `needed`."""

@@ -141,9 +141,8 @@ def _evaluate_and_keep(job: Job, engine, progress: Progress, total_steps: int, n
     """Evaluate, and write the weights if they are the best so far."""
     settings = job.settings
     values, threshold = _evaluate(job, engine)
-    score = metrics.task_score(job.task, values)
-    if settings.best_metric:
-        score = values[settings.best_metric]
+    best_by = settings.best_metric
+    score = values[best_by] if best_by else metrics.task_score(job.task, values)
     epoch = progress.step * settings.global_batch_size / num_rows
     loss, adversarial = np.mean(progress.losses, axis=0).round(5).tolist()
     entry = {"step": progress.step, "epoch": round(epoch, 2), "loss": loss}

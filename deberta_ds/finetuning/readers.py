@@ -45,7 +45,7 @@ def read_hub(task: Task, split: str) -> list[tuple[str, dict]]:
     name = hub_split(task, split)
     try:
         table = load_dataset(task.hub_repository, task.hub, split=name)
-    except (OSError, ValueError, ConnectionError) as error:
+    except (OSError, ValueError) as error:
         is_unknown = isinstance(error, ValueError) and "Unknown split" in str(error)
         raise (NoSplitError if is_unknown else UserError)(
             f"{task.hub_repository} {task.hub} {name}: cannot be read from the Hub ({error}); "
