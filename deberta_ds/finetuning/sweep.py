@@ -141,36 +141,40 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
               ) -> tuple[Split, Split, dict[str, Split], dict[str, Split]]:
     """Return (train, val, test splits to predict, labelled diagnostics to score) of `task`.
 
-    Both dictionaries are by name; the diagnostic of MNLI is MNLI-mm. Labelled tests are scored too.
+    Both dictionaries are by name, of an own task's test without one by the task's; the diagnostic
+    of MNLI is MNLI-mm. Labelled tests are scored too.
     Under `max_bad` all are encoded here (by the id of a split), without what cannot be.
     """
-    def read_parts(name: Task, split: str, cut: Callable[[Split], tuple[Split, ...]]
-                   ) -> list[Split]:
-        faults = Faults(sweep.max_bad, sweep.out / f"{name.name}.{split}.bad_rows.txt")
-        whole = readers.read_split(name, sweep.data, split, any_size=sweep.any_size, faults=faults)
-        before, parts = len(faults.errors), list(cut(whole))
+    def read_parts(of: Task, split: str, carved: float = 0) -> list[Split]:
+        """Return a split, or the two that are carved out of it, the first with such a share."""
+        faults = Faults(sweep.max_bad, sweep.out / f"{of.name}.{split}.bad_rows.txt")
+        whole = readers.read_split(of, sweep.data, split, any_size=sweep.any_size, faults=faults)
+        before = len(faults.errors)
+        parts = [*readers.carve(whole, carved, _CARVE_SEED)] if carved else [whole]
         if sweep.max_bad:
             parts = [_that_fit(sweep, part, faults, encoded) for part in parts]
         said = whole.left_out if len(faults.errors) == before else faults.check(
-            before + len(whole.examples), faults.fit(name, f"--{name.name}."))
+            before + len(whole.examples), faults.fit(of, f"--{of.name}."))
         if said:
             sweep.say(f"{whole.source}: {said}")
         return parts
 
-    def read(name: Task, split: str) -> Split:
-        return read_parts(name, split, lambda whole: (whole,))[0]
+    def read(of: Task, split: str) -> Split:
+        return read_parts(of, split)[0]
 
     if task.val_share and "val" not in task.files:
-        train, val = read_parts(task, "train", lambda whole: readers.carve(
-            whole, 1 - task.val_share, _CARVE_SEED))
+        train, val = read_parts(task, "train", 1 - task.val_share)
     elif task.name in sweep.carved:
-        train, val = read_parts(task, "val", lambda whole: readers.carve(
-            whole, CARVED_SHARE, _CARVE_SEED))
+        train, val = read_parts(task, "val", CARVED_SHARE)
     else:
         val, train = read(task, "val"), read(task, "train")
-    if task.name not in TASK_NAMES:
-        return train, val, _tests(task, read, sweep.predict_test), {}
     tests, diagnostics = {}, {}
+    if task.name not in TASK_NAMES:
+        for place, table in task.files.items():
+            if sweep.predict_test and place.startswith("test"):
+                name = task.name if place == "test" else place.removeprefix(TEST)
+                tests[name] = read(replace(task, files={"test": table}), "test")
+        return train, val, tests, diagnostics
     for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
         if test.predicted_by and readers.has_split(test, sweep.data, "val"):
             diagnostics[test.name] = read(test, "val")
@@ -190,13 +194,6 @@ def _that_fit(sweep: Sweep, split: Split, faults: Faults, encoded: dict[int, Enc
             example for n, example in enumerate(split.examples) if n not in lost))
     encoded[id(split)] = features
     return split
-
-
-def _tests(task: Task, read: Callable[[Task, str], Split], predict: bool) -> dict[str, Split]:
-    """Return the test splits of an own task by name; the one without a name by the task's."""
-    return {task.name if place == "test" else place.removeprefix(TEST):
-            read(replace(task, files={"test": table}), "test")
-            for place, table in task.files.items() if predict and place.startswith("test")}
 
 
 def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
