@@ -16,7 +16,9 @@ import torch
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.features import collate, encode
+from deberta_ds.finetuning.heads import TaskModel
 from deberta_ds.finetuning.models import Start, build_model
+from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.readers import read_split
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import task_named
@@ -84,15 +86,40 @@ def tiny_start() -> Start:
     return Start("random:tiny", config, tokenizer, None)
 
 
+def save_random(directory, task, start=None, std: float = 0.0) -> TaskModel:
+    """Return a new model of `task`, which is saved in `directory`; std: of all its matrices."""
+    start = start or tiny_start()
+    model = build_model(task, start, Settings(), 1).eval()
+    if std:
+        init_parameters(model, std, 3)
+    save_finetuned(directory, task, Settings(), start.config, dict(model.state_dict()),
+                   start.tokenizer)
+    return model
+
+
+def predict(saved, table, out, **options) -> list[dict]:
+    """Return the lines that are predicted of a table, and written to `out`."""
+    options = {"global_batch_size": 8, "max_length": 64} | options
+    count = predict_file(saved, table, out, torch.device("cpu"), **options)
+    lines = read_lines(out)
+    assert count == len(lines)
+    return lines
+
+
+def read_lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path, rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def saved_model(directory, name, shape="v3"):
     """Return (examples, features, scores) of a random model that was saved in `directory`."""
     start = tiny_start()
     start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
     task = task_named(name)
-    model = build_model(task, start, Settings(), 1).eval()
-    init_parameters(model, 0.2, 3)
-    save_finetuned(directory, task, Settings(), start.config, dict(model.state_dict()),
-                   start.tokenizer)
+    model = save_random(directory, task, start, 0.2)
     examples = sample(name).examples[:6]
     # Rows beyond the 64 distances of the relative table, too; not beyond 64 absolute positions.
     length = 64 if start.config.absolute_input else 128

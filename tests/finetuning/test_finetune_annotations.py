@@ -6,21 +6,16 @@ import random
 
 import data_helpers
 import pytest
-import torch
-from superglue_helpers import tiny_start
+from superglue_helpers import predict, save_random, tiny_start, write_lines
 from test_finetune_own import BY_HEART, train, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.annotations import flat, words_in
-from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
+from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import encode, token_range
 from deberta_ds.finetuning.metrics import spans_of
-from deberta_ds.finetuning.models import build_model
 from deberta_ds.finetuning.own import load_own_task
-from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.readers import read_split
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.model.init import init_parameters
 from deberta_ds.tokenizer import Tokenizer
 
 TEXT = "😀 Ana Li lives in Rome."
@@ -141,11 +136,10 @@ def start_of(texts, monkeypatch):
 
 
 def predicted(directory, rows) -> list:
-    table, out = directory / "new.jsonl", directory / "predictions.jsonl"
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(directory / "new.jsonl", rows)
     model = load_finetuned(directory / "out" / "mine" / "seed-1" / "model")
-    predict_file(model, table, out, torch.device("cpu"), global_batch_size=4, max_length=64)
-    return [json.loads(line)["prediction"] for line in out.read_text().splitlines()]
+    lines = predict(model, directory / "new.jsonl", directory / "predictions.jsonl")
+    return [line["prediction"] for line in lines]
 
 
 def test_raw_text_gives_the_entities_that_transformers_finds(process_group, tmp_path, monkeypatch):
@@ -183,12 +177,8 @@ def test_first_of_transformers_gives_the_same_entities_of_words(process_group, t
     start, dice = tiny_start(), random.Random(1)
     path = write_task(tmp_path, "tags", [{"words": ["a"] * 5, "label": [
         "O", "B-X", "I-X", "B-Y", "I-Y"]}])
-    task = load_own_task(path)[0]
-    model = build_model(task, start, Settings(), 1)
-    init_parameters(model, 0.4, 3)
     place = tmp_path / "out" / "mine" / "seed-1" / "model"
-    save_finetuned(place, task, Settings(), start.config, dict(model.state_dict()),
-                   start.tokenizer)
+    save_random(place, load_own_task(path)[0], std=0.4)
     words = "stone bread river Annabel unbelievable house Rome cat the a of kettles".split()
     texts = [" ".join(dice.choices(words, k=dice.randint(1, 9))) for _ in range(200)]
     texts = [text for text in texts if all(

@@ -5,14 +5,13 @@ import json
 
 import pytest
 import torch
-from superglue_helpers import SHAPES, sample, saved_model, tiny_start
+from superglue_helpers import SHAPES, predict, sample, saved_model, tiny_start, write_lines
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import heads
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.models import build_model, open_start, start_from
-from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import task_named
@@ -95,11 +94,11 @@ def test_rows_longer_than_the_absolute_positions_are_named_when_a_file_is_predic
     saved_model(tmp_path, "CB", "absolute")
     saved, out = load_finetuned(tmp_path), tmp_path / "out.jsonl"
     data = tmp_path / "long.jsonl"
-    data.write_text(json.dumps({"premise": "one two " * 50, "hypothesis": "three"}) + "\n")
+    write_lines(data, [{"premise": "one two " * 50, "hypothesis": "three"}])
     with pytest.raises(UserError, match=r"long\.jsonl: the longest .* 64 absolute positions\. Set"):
-        predict_file(saved, data, out, torch.device("cpu"), global_batch_size=4, max_length=128)
+        predict(saved, data, out, max_length=128)
     assert not out.exists()
-    assert predict_file(saved, data, out, torch.device("cpu"), global_batch_size=4, max_length=64)
+    assert predict(saved, data, out, max_length=64)
 
 
 def test_a_pipeline_names_our_labels(tmp_path):

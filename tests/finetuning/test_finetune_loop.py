@@ -4,28 +4,25 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import rank_helpers
 import torch
-from superglue_helpers import SAMPLE, tiny_start, tokenizer_path
+from launching import deepspeed_json, python, torchrun
+from superglue_helpers import SAMPLE, read_lines, save_random, tiny_start, tokenizer_path
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import lock, process
 from deberta_ds.finetuning import job, sweep
-from deberta_ds.finetuning.directory import find_finetuned, load_finetuned, save_finetuned
+from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
 from deberta_ds.finetuning.models import build_model, keep_head, open_start
 from deberta_ds.finetuning.options import build_sweep
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.settings import Settings, load
 from deberta_ds.finetuning.tasks import TASK_NAMES, TASKS, task_named
 
-ROOT = Path(__file__).parents[2]
 QUICK = (
     "--all.learning_rate=2e-3",
     "--all.epochs=2",
@@ -35,27 +32,9 @@ QUICK = (
 )
 
 
-def launch(*arguments: str, ranks: int = 1, script: str = "finetune.py"):
-    """Run a launch script on `ranks` ranks and return the finished process."""
-    port = rank_helpers.free_port()
-    starter = [sys.executable]
-    if ranks > 1:
-        starter += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-                    "--master_port", str(port)]
-    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*starter, str(ROOT / "launch" / script), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
-
-
 def common(out: Path, *more: str) -> list[str]:
     return ["--model", "random:tiny", "--tokenizer", tokenizer_path(), "--data", str(SAMPLE),
             "--any_size", "--out", str(out), *more]
-
-
-def predictions(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "val_predictions.jsonl").open()]
 
 
 def test_lower_layers_learn_slower(process_group, tmp_path):
@@ -93,12 +72,6 @@ def test_the_kept_evaluation_is_the_best_of_the_metric_asked_for(process_group, 
     assert result["best_step"] == best["step"]
 
 
-def agree(one: Path, other: Path, tolerance: float = 3e-4) -> None:
-    for first, second in zip(predictions(one), predictions(other), strict=True):
-        assert first["key"] == second["key"] and first["prediction"] == second["prediction"]
-        np.testing.assert_allclose(first["scores"], second["scores"], atol=tolerance)
-
-
 SHARED = ("--tasks", "RTE", "ReCoRD", "CB", *QUICK,
           "--CB.sift_weight=1.0", "--CB.sift_noise=0.0", "--CB.sift_step=0.1")
 
@@ -107,8 +80,7 @@ SHARED = ("--tasks", "RTE", "ReCoRD", "CB", *QUICK,
 def alone(tmp_path_factory) -> Path:
     """Return the output of three tasks on one rank, without a launcher or ZeRO."""
     out = tmp_path_factory.mktemp("alone")
-    done = launch(*common(out), *SHARED, script="superglue.py")
-    assert done.returncode == 0, done.stderr
+    python("launch/superglue.py", *common(out), *SHARED, timeout=300)
     return out
 
 
@@ -120,13 +92,14 @@ def alone(tmp_path_factory) -> Path:
 def test_any_world_and_zero_stage_trains_and_predicts_alike(ranks, stage, extra, alone, tmp_path):
     """ReCoRD's two validation queries leave ranks without a batch, and CB trains adversarially,
     whose inner gradient must leave the partitions alone. Nothing is doubled, nothing is lost."""
-    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
-    done = launch(*common(tmp_path), *SHARED, extra, "--deepspeed_config",
-                  str(tmp_path / "ds.json"), ranks=ranks, script="superglue.py")
-    assert done.returncode == 0, done.stderr
+    torchrun(ranks, "launch/superglue.py", *common(tmp_path), *SHARED, extra, "--deepspeed_config",
+             deepspeed_json(tmp_path / "ds.json", stage), timeout=300)
     for name in ("RTE", "ReCoRD", "CB"):
-        agree(alone / name / "seed-1", tmp_path / name / "seed-1", 1e-3)
+        one, other = (read_lines(out / name / "seed-1" / "val_predictions.jsonl")
+                      for out in (alone, tmp_path))
+        for first, second in zip(one, other, strict=True):
+            assert first["key"] == second["key"] and first["prediction"] == second["prediction"]
+            np.testing.assert_allclose(first["scores"], second["scores"], atol=1e-3)
         file = Path(name) / "seed-1" / "submission" / f"{name}.jsonl"
         assert (alone / file).read_text() == (tmp_path / file).read_text()
 
@@ -294,9 +267,7 @@ def test_the_summary_is_medians_and_the_leaderboards_mean():
 
 def test_an_nli_head_is_kept_row_by_row_by_label_name(tmp_path):
     start, settings = tiny_start(), Settings()
-    mnli = build_model(task_named("MNLI"), start, settings, 1)
-    save_finetuned(tmp_path, task_named("MNLI"), settings, start.config,
-                   dict(mnli.state_dict()), start.tokenizer)
+    mnli = save_random(tmp_path, task_named("MNLI"))
     saved = load_finetuned(tmp_path)
     assert find_finetuned(tmp_path) == tmp_path
     rte = build_model(task_named("RTE"), start, settings, 2)
@@ -349,10 +320,7 @@ def test_starts_that_cannot_be(tmp_path):
         open_start("random:tiny")
     with pytest.raises(UserError, match="no finetuned.json"):
         load_finetuned(tmp_path)
-    start = tiny_start()
-    model = build_model(task_named("RTE"), start, Settings(), 1)
-    save_finetuned(tmp_path, task_named("RTE"), Settings(), start.config,
-                   dict(model.state_dict()), start.tokenizer)
+    save_random(tmp_path, task_named("RTE"))
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match="damaged or cut short"):

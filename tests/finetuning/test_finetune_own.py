@@ -12,18 +12,16 @@ import torch
 from rank_helpers import run as run_ranks
 from rank_helpers import start as start_ranks
 from rank_helpers import wait as wait_for_ranks
-from superglue_helpers import tiny_start
+from superglue_helpers import predict, read_lines, save_random, tiny_start, write_lines
 from tokenizer_cases import directory_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import predict_file as module
 from deberta_ds.finetuning import sweep
-from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
-from deberta_ds.finetuning.models import build_model
+from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.own import load_own_task
-from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.readers import read_split
-from deberta_ds.finetuning.settings import Settings, load
+from deberta_ds.finetuning.settings import load
 from deberta_ds.finetuning.submission import as_written
 from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
 from deberta_ds.tokenizer import Tokenizer
@@ -66,8 +64,7 @@ def rows_of(kind: str, count: int = 32) -> list[dict]:
 
 def write_task(directory: Path, kind: str, rows: list[dict], settings: str = "", **more) -> Path:
     directory.mkdir(exist_ok=True)
-    table = directory / "train.jsonl"
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(directory / "train.jsonl", rows)
     values = {"name": "mine", "kind": kind, "train": "train.jsonl", "val": "train.jsonl"}
     values["texts"] = ["words"] if kind in ("tags", "choice") else ["words", "extra"]
     if kind == "choice":
@@ -114,12 +111,9 @@ def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_grou
     assert not result["failed"] and result["score"] > result["baseline"]
     saved = load_finetuned(tmp_path / "out" / "mine" / "seed-1" / "model")
     table = tmp_path / "new.jsonl"
-    table.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n, row in enumerate(rows)))
-    out = tmp_path / "predictions.jsonl"
-    count = predict_file(saved, table, out, torch.device("cpu"), global_batch_size=5, max_length=64,
-                         keep=["id"])
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert count == len(lines) == 32 and [line["id"] for line in lines] == list(range(32))
+    write_lines(table, (row | {"id": n} for n, row in enumerate(rows)))
+    lines = predict(saved, table, tmp_path / "out.jsonl", global_batch_size=5, keep=["id"])
+    assert [line["id"] for line in lines] == list(range(32))
     for line, row in zip(lines, rows, strict=True):
         wanted = row["label"]
         if kind == "choice":
@@ -134,8 +128,7 @@ def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_grou
         else:
             assert line["prediction"] == wanted
     with pytest.raises(UserError, match="--keep idd: no such column; there are words"):
-        predict_file(saved, table, out, torch.device("cpu"), global_batch_size=5, max_length=64,
-                     keep=["idd"])
+        predict(saved, table, tmp_path / "out.jsonl", keep=["idd"])
 
 
 @pytest.mark.parametrize(("kind", "head"), [
@@ -149,8 +142,7 @@ def test_transformers_gives_the_same_scores(process_group, tmp_path, kind, head)
     model = tmp_path / "out" / "mine" / "seed-1" / "model"
     theirs = getattr(transformers, head).from_pretrained(model).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    scores = [json.loads(line)["scores"] for line in
-              (model.parent / "val_predictions.jsonl").read_text().splitlines()]
+    scores = [line["scores"] for line in read_lines(model.parent / "val_predictions.jsonl")]
     for row, wanted in zip(rows, scores, strict=True):
         texts = [" ".join(row["words"])] if kind == "tags" else [row["words"], row["extra"]]
         inputs = tokenizer(*texts, return_tensors="pt", return_offsets_mapping=True)
@@ -202,12 +194,9 @@ def test_class_weights_multiply_what_an_example_adds_to_the_loss(process_group, 
 
 @pytest.mark.multi
 def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, monkeypatch):
-    start = tiny_start()
     task = load_own_task(write_task(tmp_path, "classification", rows_of("classification")))[0]
-    model = build_model(task, start, Settings(), 1)
-    save_finetuned(tmp_path / "model", task, Settings(), start.config, dict(model.state_dict()),
-                   start.tokenizer)
-    table, out = tmp_path / "new.csv", tmp_path / "one.jsonl"
+    save_random(tmp_path / "model", task)
+    table = tmp_path / "new.csv"
     table.write_text("id,words,extra\n" + "".join(
         f"{n},{' '.join(WORDS[: 1 + n % 9])},x\n" for n in range(90)))
     processes = start_ranks(
@@ -215,11 +204,10 @@ def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, m
             str(tmp_path / "two.jsonl"), "--keep", "id", "--global_batch_size", "8"],
         tmp_path / "log", PREDICT)
     monkeypatch.setattr("deberta_ds.finetuning.predict_file.BLOCK_ROWS", 7)  # blocks change nothing
-    predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
-                 global_batch_size=8, max_length=256, keep=["id"])
+    one = predict(load_finetuned(tmp_path / "model"), table, tmp_path / "one.jsonl", keep=["id"],
+                  max_length=256)
     assert wait_for_ranks(processes, 120) == [0, 0], (tmp_path / "log").read_text()
-    one, two = ([json.loads(line) for line in file.read_text().splitlines()]
-                for file in (out, tmp_path / "two.jsonl"))
+    two = read_lines(tmp_path / "two.jsonl")
     assert [line["id"] for line in two] == [str(n) for n in range(90)]
     for first, second in zip(one, two, strict=True):
         assert first["prediction"] == second["prediction"]
@@ -228,14 +216,12 @@ def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, m
 
 def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_whole(
         process_group, tmp_path, monkeypatch):
-    start = tiny_start()
     task = load_own_task(write_task(tmp_path, "classification", rows_of("classification")))[0]
-    model = build_model(task, start, Settings(), 1)
-    save_finetuned(tmp_path / "model", task, Settings(), start.config, dict(model.state_dict()),
-                   start.tokenizer)
+    save_random(tmp_path / "model", task)
+    saved = load_finetuned(tmp_path / "model")
     table, out = tmp_path / "new.jsonl", tmp_path / "out" / "new.jsonl"
-    table.write_text("".join(json.dumps({"words": " ".join(WORDS[: 1 + n % 9]), "extra": "x",
-                                         "n": n}) + "\n" for n in range(30)))
+    write_lines(table, ({"words": " ".join(WORDS[: 1 + n % 9]), "extra": "x", "n": n}
+                        for n in range(30)))
     out.parent.mkdir()
     out.write_text("old\n")
     monkeypatch.setattr(module, "BLOCK_ROWS", 7)
@@ -247,26 +233,19 @@ def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_who
             raise KeyboardInterrupt
         return scored(*arguments, **options)
 
-    def predict() -> int:
-        return predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
-                            global_batch_size=4, max_length=64, keep=["n"])
-
     monkeypatch.setattr(module, "score_split", stopped)
     with pytest.raises(KeyboardInterrupt):
-        predict()
+        predict(saved, table, out, keep=["n"])
     assert [file.name for file in out.parent.iterdir()] == ["new.jsonl"]
     assert out.read_text() == "old\n"
-    assert predict() == 30
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = predict(saved, table, out, keep=["n"])
     assert [(line["idx"], line["n"]) for line in lines] == [(n, n) for n in range(30)]
     for wrong, said in ((out.parent, "is a directory"), (table, "is the table that is predicted")):
         with pytest.raises(UserError, match=f"--out .*: {said}"):  # not after hours, and not lost
-            predict_file(load_finetuned(tmp_path / "model"), table, wrong, torch.device("cpu"),
-                         global_batch_size=4, max_length=64)
+            predict(saved, table, wrong)
     table.write_text('{"words": "a", "extra": "b", "start": 1, "n": 2}\n')
     with pytest.raises(UserError, match="--keep start: predictions have a value of that name"):
-        predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
-                     global_batch_size=4, max_length=64, keep=["start"])
+        predict(saved, table, out, keep=["start"])
 
 
 @pytest.mark.multi
@@ -279,10 +258,7 @@ def test_the_first_page_of_the_docs_works_as_it_is_written(process_group, tmp_pa
              for n in range(24)]
     for name in ("train.csv", "val.csv", "new.csv"):
         (tmp_path / name).write_text("\n".join(["id,title,body,queue", *lines]) + "\n")
-    start, settings = tiny_start(), Settings()
-    model = build_model(task_named("RTE"), start, settings, 1)
-    save_finetuned(tmp_path / "my-deberta", task_named("RTE"), settings, start.config,
-                   dict(model.state_dict()), start.tokenizer)
+    save_random(tmp_path / "my-deberta", task_named("RTE"))
     for number, command in enumerate(commands.splitlines()):
         _, script, *words = command.split()
         words = [str(tmp_path / word) if re.search(r"[/.]|^my-", word) else word for word in words]
@@ -293,7 +269,7 @@ def test_the_first_page_of_the_docs_works_as_it_is_written(process_group, tmp_pa
             assert "<h1>" in (tmp_path / "runs/mine/report.html").read_text()
             card = (tmp_path / "runs/mine/tickets/seed-1/model/README.md").read_text()
             assert "train.csv, 24 examples" in card and str(tmp_path) not in card
-    found = [json.loads(line) for line in (tmp_path / "predictions.jsonl").open()]
+    found = read_lines(tmp_path / "predictions.jsonl")
     assert [line["id"] for line in found] == [str(n) for n in range(24)]
     assert all(line["prediction"] in ("mail", "phone") for line in found)
 
@@ -337,6 +313,5 @@ def test_text_that_the_tokenizer_does_not_know_is_named(process_group, tmp_path,
     (unknown,) = {line for line in said if "unknown pieces" in line}
     assert "train.jsonl" in unknown and "random:tiny was not trained on text like this" in unknown
     saved = load_finetuned(tmp_path / "out" / "mine" / "seed-1" / "model")
-    predict_file(saved, tmp_path / "train.jsonl", tmp_path / "out.jsonl", torch.device("cpu"),
-                 global_batch_size=8, max_length=64)
+    predict(saved, tmp_path / "train.jsonl", tmp_path / "out.jsonl")
     assert "unknown pieces" in capsys.readouterr().err

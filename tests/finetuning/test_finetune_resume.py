@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import rank_helpers
 import torch
+from launching import ROOT, deepspeed_json
 from superglue_helpers import SAMPLE
-from test_finetune_loop import QUICK, ROOT, common, plan
+from test_finetune_loop import QUICK, common, plan
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import encoded as encoding
@@ -68,10 +69,8 @@ def test_a_run_killed_twice_ends_with_the_same_weights_history_and_scores(tmp_pa
 @pytest.mark.multi
 @pytest.mark.slow
 def test_two_ranks_of_which_one_is_killed(stage, tmp_path):
-    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
     check_killed(tmp_path, 2, (EACH if stage == 3 else EVALS,), "--all.sift_weight=1.0",
-                 "--deepspeed_config", str(tmp_path / "ds.json"))
+                 "--deepspeed_config", str(deepspeed_json(tmp_path / "ds.json", stage)))
 
 
 @pytest.mark.multi

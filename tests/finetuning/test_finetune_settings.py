@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from launching import ROOT
 from superglue_helpers import sample, tiny_start
-from test_finetune_loop import ROOT
 from test_finetune_own import rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError

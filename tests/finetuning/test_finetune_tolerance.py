@@ -6,18 +6,17 @@ import random
 
 import pytest
 import torch
-from superglue_helpers import tiny_start
+from superglue_helpers import predict, save_random, tiny_start
 from test_finetune_own import WORDS, rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import encoded as encoding
-from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
+from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode, shortened
 from deberta_ds.finetuning.models import build_model
 from deberta_ds.finetuning.own import load_own_task
-from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.readers import read_split
-from deberta_ds.finetuning.settings import Settings, resolve
+from deberta_ds.finetuning.settings import resolve
 from deberta_ds.finetuning.tables import Faults
 
 LONG = " ".join(WORDS * 20)
@@ -33,20 +32,13 @@ def write_rows(path, rows) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    start = tiny_start()
     task = load_own_task(write_task(directory, "classification", rows_of("classification")))[0]
-    weights = dict(build_model(task, start, Settings(), 1).state_dict())
-    save_finetuned(directory / "model", task, Settings(), start.config, weights, start.tokenizer)
+    save_random(directory / "model", task)
     return load_finetuned(directory / "model")
 
 
 def test_a_saved_model_says_nothing_of_the_machines_directories(model):
     assert set(model.task.files.values()) == {"train.jsonl"}
-
-
-def predict(model, table, out, **options):
-    options = {"global_batch_size": 8, "max_length": 64, "keep": ["n"]} | options
-    return predict_file(model, table, out, torch.device("cpu"), **options)
 
 
 def test_eight_odd_rows_of_many_are_predicted_around(process_group, tmp_path, model, capsys):
@@ -57,8 +49,7 @@ def test_eight_odd_rows_of_many_are_predicted_around(process_group, tmp_path, mo
         rows[place] = row | {"n": place} if isinstance(row, dict) else row
     table, out = tmp_path / "new.jsonl", tmp_path / "out.jsonl"
     write_rows(table, rows)
-    assert predict(model, table, out, max_bad=8) == 60
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = predict(model, table, out, max_bad=8, keep=["n"])
     assert [line["idx"] for line in lines] == list(range(60))
     assert [line["idx"] for line in lines if "error" in line] == places
     assert [line["n"] for line in lines if "n" in line] == [n for n in range(60)
@@ -69,8 +60,7 @@ def test_eight_odd_rows_of_many_are_predicted_around(process_group, tmp_path, mo
     assert "8 of 60 rows cannot be used" in capsys.readouterr().err
     good = tmp_path / "good.jsonl"
     write_rows(good, [row for n, row in enumerate(rows) if n not in places])
-    predict(model, good, tmp_path / "good_out.jsonl")
-    wanted = [json.loads(line) for line in (tmp_path / "good_out.jsonl").read_text().splitlines()]
+    wanted = predict(model, good, tmp_path / "good_out.jsonl")
     found = [line for line in lines if "error" not in line]
     assert [line["prediction"] for line in found] == [line["prediction"] for line in wanted]
     out.unlink()
@@ -81,8 +71,7 @@ def test_eight_odd_rows_of_many_are_predicted_around(process_group, tmp_path, mo
     assert len((tmp_path / "out.jsonl.bad_rows.txt").read_text().splitlines()) == 8
     cut = dataclasses.replace(model, settings=dataclasses.replace(
         model.settings, truncation="longest_first"))
-    predict(cut, table, out, max_bad=7)
-    assert "prediction" in json.loads(out.read_text().splitlines()[20])
+    assert "prediction" in predict(cut, table, out, max_bad=7)[20]
 
 
 def test_labels_that_cannot_be_read_are_no_fault_of_a_prediction(process_group, tmp_path, model):
@@ -90,9 +79,9 @@ def test_labels_that_cannot_be_read_are_no_fault_of_a_prediction(process_group, 
     task = dataclasses.replace(model.task, head="multilabel", label_columns=("toxic", "insult"))
     rows = [{"words": "a", "extra": "b", "toxic": -1, "insult": "x", "n": 0}]
     write_rows(tmp_path / "new.jsonl", rows)
-    predict(dataclasses.replace(model, task=task), tmp_path / "new.jsonl", tmp_path / "out.jsonl")
-    (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
-    assert set(json.loads(line)["probabilities"]) == {"animal", "thing"}
+    (line,) = predict(dataclasses.replace(model, task=task), tmp_path / "new.jsonl",
+                      tmp_path / "out.jsonl")
+    assert set(line["probabilities"]) == {"animal", "thing"}
 
 
 def test_all_misplaced_answers_are_named_in_one_run(process_group, tmp_path):

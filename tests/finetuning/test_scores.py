@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sklearn.metrics
-import torch
-from superglue_helpers import saved_model, tiny_start
+from superglue_helpers import predict, saved_model, tiny_start, write_lines
 from test_finetune_own import rows_of, train, write_task
 from test_metrics_references import labelled, task_of
 
@@ -20,12 +19,10 @@ from deberta_ds.finetuning import metrics, sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.own import load_own_task
-from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.run import write_result
 from deberta_ds.finetuning.scores import as_text, scores_of
 from deberta_ds.finetuning.tasks import task_named
 
-CPU = torch.device("cpu")
 DICE = np.random.default_rng(5)
 TAGS = [tuple(row) for row in DICE.integers(0, 3, (30, 6)).tolist()]
 MANY = [tuple(row) for row in DICE.integers(0, 2, (30, 3)).tolist()]
@@ -129,13 +126,10 @@ def test_own_test_tables_are_scored_by_name_and_a_saved_model_scores_a_file(
                       group="from", test="test.jsonl")
     path.write_text(path.read_text().replace(
         "[settings]", '[tests]\nold = "old.jsonl"\nbare = "bare.jsonl"\n[settings]'))
-    def written(rows: list[dict]) -> str:
-        return "".join(json.dumps(row) + "\n" for row in rows)
-
-    (tmp_path / "test.jsonl").write_text(written(rows[:12]))
-    (tmp_path / "old.jsonl").write_text(written(rows[6:]))
-    (tmp_path / "bare.jsonl").write_text(written(
-        [{"words": row["words"], "extra": row["extra"]} for row in rows]))
+    write_lines(tmp_path / "test.jsonl", rows[:12])
+    write_lines(tmp_path / "old.jsonl", rows[6:])
+    write_lines(tmp_path / "bare.jsonl",
+                ({"words": row["words"], "extra": row["extra"]} for row in rows))
     result = train(path, tmp_path / "out")
     run = tmp_path / "out" / "mine" / "seed-1"
     assert {name: found["examples"] for name, found in result["scores"].items()} == {
@@ -155,14 +149,14 @@ def test_own_test_tables_are_scored_by_name_and_a_saved_model_scores_a_file(
     saved = load_finetuned(tmp_path / "alone")
     assert saved.failure == result["failure"]  # predict.py warns by it
     table, out = tmp_path / "new.jsonl", tmp_path / "new.predicted.jsonl"
-    table.write_text(written([rows[0] | {"label": "unheard of"}, *rows[1:12], *rows[12:]]))
-    assert predict_file(saved, table, out, CPU, global_batch_size=8, max_length=64) == 24
+    write_lines(table, [rows[0] | {"label": "unheard of"}, *rows[1:]])
+    assert len(predict(saved, table, out)) == 24
     found = json.loads((tmp_path / "new.predicted.scores.json").read_text())
     assert found["examples"] == 23 and found["unlabelled"] == 1
     said = capsys.readouterr()
     assert "1 rows are not scored, as their label cannot be read" in said.err
     assert "'unheard of'" in said.err and "23 examples, 1 more without a label" in said.out
-    predict_file(saved, tmp_path / "bare.jsonl", out, CPU, global_batch_size=8, max_length=64)
+    predict(saved, tmp_path / "bare.jsonl", out)
     assert not (tmp_path / "new.predicted.scores.json").exists()  # it was of another table
 
 
