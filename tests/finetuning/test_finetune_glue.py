@@ -1,15 +1,13 @@
 """GLUE: official tables and the Hub's are read alike, metrics are sklearn's, the zip fits."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import python
+from test_metrics_references import labelled
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import metrics, submission
-from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.readers import read_split
 from deberta_ds.finetuning.submission import render
 from deberta_ds.finetuning.tasks import ALL_TASKS, GLUE, task_named
@@ -132,10 +130,6 @@ def test_broken_tables_are_named(official):
         read_split(task_named("CoLA"), official, "test")
 
 
-def labelled(gold) -> list[Example]:
-    return [Example((i,), (("a",),), label) for i, label in enumerate(gold)]
-
-
 TESTS = {task.name: labelled([None] * 3) for task in GLUE}
 
 
@@ -192,12 +186,7 @@ def test_submit_py_makes_and_checks_the_zip(official, tmp_path):
     out = tmp_path / "predictions"
     out.mkdir()
     (out / "CoLA.jsonl").write_text('{"idx": 0, "label": 1}\n{"idx": 1, "label": 0}\n')
-    script = Path(__file__).parents[2] / "launch" / "submit.py"
     others = [task.name for task in GLUE if task.name != "CoLA"]
-    done = subprocess.run(
-        [sys.executable, str(script), "--suite", "GLUE", "--data", str(official), "--any_size",
-         "--run", str(out), "--zip", str(tmp_path / "g.zip"), "--leave_out", *others],
-        capture_output=True, text=True, timeout=300,
-        env=os.environ | {"PYTHONPATH": str(script.parent.parent)})
-    assert done.returncode == 0, done.stderr
+    done = python("launch/submit.py", "--suite", "GLUE", "--data", official, "--any_size", "--run",
+                  out, "--zip", tmp_path / "g.zip", "--leave_out", *others)
     assert "1 files, checked" in done.stdout

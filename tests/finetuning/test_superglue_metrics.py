@@ -5,16 +5,13 @@ import json
 import numpy as np
 import pytest
 from superglue_helpers import FEW, REAL, needs_real, sample
+from test_metrics_references import labelled
 
 from deberta_ds.finetuning import metrics
 from deberta_ds.finetuning.answer_texts import normalize
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.readers import read_split
 from deberta_ds.finetuning.tasks import TASKS, task_named
-
-
-def labelled(labels) -> list[Example]:
-    return [Example((i,), (("a", "b"),), int(label)) for i, label in enumerate(labels)]
 
 
 def percent(value: float) -> float:

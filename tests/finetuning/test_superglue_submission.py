@@ -3,14 +3,13 @@
 import io
 import json
 import random
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launching import python
 from superglue_helpers import REAL, SAMPLE, needs_real, sample
 
 from deberta_ds.base.errors import UserError
@@ -18,7 +17,6 @@ from deberta_ds.finetuning.readers import read_split
 from deberta_ds.finetuning.submission import check_zip, render, write_zip
 from deberta_ds.finetuning.tasks import TASKS, task_named
 
-ROOT = Path(__file__).parents[2]
 TESTS = {task.name: sample(task.name, "test").examples for task in TASKS}
 SUBMITTED_FILES = [f"{task.name}.jsonl" for task in TASKS]
 
@@ -206,20 +204,14 @@ def test_a_partial_zip_must_be_asked_for_by_name(tmp_path):
         write_zip(tmp_path / "q.zip", some, TESTS, ["AX-g", "ReCoRD", "CB"])
 
 
-def submit(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "launch" / "submit.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
-                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
-
-
 def test_the_command_makes_checks_and_refuses(tmp_path):
     for name, text in texts().items():
         (tmp_path / f"{name}.jsonl").write_text(text)
-    made = submit("--run", str(tmp_path), "--data", str(SAMPLE), "--any_size",
-                  "--zip", str(tmp_path / "out.zip"))
-    assert made.returncode == 0, made.stderr
+    made = python("launch/submit.py", "--run", tmp_path, "--data", SAMPLE, "--any_size", "--zip",
+                  tmp_path / "out.zip")
     assert "10 files, checked" in made.stdout
-    short = submit("--check", str(tmp_path / "out.zip"), "--data", str(SAMPLE))
+    short = python("launch/submit.py", "--check", tmp_path / "out.zip", "--data", SAMPLE,
+                   check=False)
     assert short.returncode == 2 and short.stderr.startswith("error: ")
     assert "official BoolQ test has 3245" in short.stderr and "Traceback" not in short.stderr
 
