@@ -13,6 +13,7 @@ from rank_helpers import run as run_ranks
 from rank_helpers import start as start_ranks
 from rank_helpers import wait as wait_for_ranks
 from superglue_helpers import predict, read_lines, save_random, tiny_start, write_lines
+from test_finetune_loop import plan
 from tokenizer_cases import directory_of
 
 from deberta_ds.base.errors import UserError
@@ -21,9 +22,8 @@ from deberta_ds.finetuning import sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.own import load_own_task
 from deberta_ds.finetuning.readers import read_split
-from deberta_ds.finetuning.settings import load
 from deberta_ds.finetuning.submission import as_written
-from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
+from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -89,14 +89,9 @@ patience = 0
 evals_per_epoch = 1"""
 
 
-def train(path: Path, out: Path, *overrides: str, start=None, say=lambda text: None, max_bad=0
-          ) -> dict:
+def train(path: Path, out: Path, *overrides: str, **changes) -> dict:
     task, _ = load_own_task(path)
-    plan = sweep.Sweep(
-        tasks=(task,), num_seeds=1, start=start or tiny_start(), data=".", out=out, deepspeed={},
-        device=torch.device("cpu"), settings=load(None, overrides, (*TASK_NAMES, task.name)),
-        say=say, max_bad=max_bad)
-    (result,) = sweep.run_all(plan)
+    (result,) = sweep.run_all(plan(out, [task], overrides, num_seeds=1, data=".", **changes))
     return result
 
 

@@ -1,9 +1,7 @@
 """What a user gets wrong in a task of one's own, and what is said."""
 
-import dataclasses
-
 import pytest
-import torch
+from test_finetune_loop import plan
 from test_finetune_own import rows_of, write_task
 
 from deberta_ds.base.errors import UserError
@@ -92,14 +90,12 @@ def test_skipped_test_tables_are_not_read(tmp_path):
     path = write_task(tmp_path, "classification", rows, test="broken.jsonl")
     (tmp_path / "broken.jsonl").write_text("{")
     task, _ = load_own_task(path)
-    plan = sweep.Sweep(tasks=(task,), num_seeds=1, start=None, data=".", out=tmp_path, deepspeed={},
-                       device=torch.device("cpu"), predict_test=False)
-    assert sweep.read_task(plan, task, {})[2] == {}
+    assert sweep.read_task(plan(tmp_path, [task], predict_test=False), task, {})[2] == {}
     with pytest.raises(UserError, match="broken.jsonl"):
-        sweep.read_task(dataclasses.replace(plan, predict_test=True), task, {})
+        sweep.read_task(plan(tmp_path, [task]), task, {})
     for option in ({"init_from": {"RTE": "x"}}, {"carved": ("RTE",)}):
         with pytest.raises(UserError, match="RTE: is none of the tasks of this run, mine"):
-            sweep.run_all(dataclasses.replace(plan, **option))
+            sweep.run_all(plan(tmp_path, [task], **option))
 
 
 @pytest.mark.parametrize("label", ["1_000", "1,5", "nan", "x"])

@@ -59,13 +59,6 @@ def test_record_sample_against_the_official_script_written_again():
     assert metrics.score(task, examples, guesses)["em"] == pytest.approx(np.mean(exact))
 
 
-def test_a_question_without_a_true_answer_counts_in_em():
-    examples = [Example((0, q, a), (("t", "q"),), label)
-                for q, a, label in ((0, 0, 0), (0, 1, 0), (1, 2, 1), (1, 3, 0))]
-    for guess in ([0, 0, 1, 1], [0, 1, 1, 0]):
-        assert metrics.score(task_named("MultiRC"), examples, guess)["em"] == 0.5
-
-
 def test_record_normalization_order_and_best_gold():
     assert normalize("The  A.B. \u201cX\u201d, an end") == "ab \u201cx\u201d end"
     assert normalize("an-other") == "another"  # punctuation goes before articles
@@ -78,12 +71,9 @@ def test_record_normalization_order_and_best_gold():
 
 
 def test_gender_parity_pairs_neighboring_lines():
-    examples = read = sample("AX-g", "test").examples
-    task = task_named("AX-g")
-    found = metrics.score(task, examples, [1, 1, 0, 1, 0, 0])
-    assert found["gender_parity"] == pytest.approx(2 / 3)
+    read = sample("AX-g", "test").examples
     with pytest.raises(AssertionError, match="not a pair"):
-        metrics.score(task, (read[0], read[2], read[1], read[3]), [1, 1, 1, 1])
+        metrics.score(task_named("AX-g"), (read[0], read[2], read[1], read[3]), [1, 1, 1, 1])
 
 
 PUBLISHED = {
