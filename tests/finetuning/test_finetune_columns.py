@@ -156,7 +156,8 @@ def test_tags_of_which_span_f1_would_count_something_else_are_refused(tmp_path, 
     (tmp_path / "a.conll").write_text("".join(f"w{n} {part}\n" for n, part in enumerate(
         [*tag.split(), "O", *["B-X"] * (tag[1:2] != "_")])))
     path = write_task(tmp_path, "tags", [], train="a.conll", val="a.conll", texts=["x"], label="y")
-    with pytest.raises(UserError, match="which span_f1 counts.*rename it, or take metrics = "):
+    with pytest.raises(UserError, match="the tag '.*' is not of IOB, IOBES, BILOU or BMES .*which "
+                       "span_f1 counts.*rename it, or take metrics = "):
         load_own_task(path)
     path.write_text('metrics = ["tag_accuracy"]\n' + path.read_text())
     assert load_own_task(path)[0].metrics == ("tag_accuracy",)

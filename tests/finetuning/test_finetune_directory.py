@@ -101,19 +101,6 @@ def test_rows_longer_than_the_absolute_positions_are_named_when_a_file_is_predic
     assert predict(saved, data, out, max_length=64)
 
 
-def test_a_pipeline_names_our_labels(tmp_path):
-    from transformers import pipeline
-
-    examples, _, scores = saved_model(tmp_path, "CB")
-    classify = pipeline("text-classification", str(tmp_path))
-    for example, row in zip(examples, scores, strict=True):
-        first, second = example.sequences[0]
-        answer = classify({"text": first, "text_pair": second})
-        answer = answer[0] if isinstance(answer, list) else answer
-        assert answer["label"] == task_named("CB").labels[int(row.argmax())]
-        assert answer["score"] == pytest.approx(float(row.softmax(-1).max()), abs=1e-5)
-
-
 @pytest.mark.parametrize("shape", ["v3", "v1"])
 def test_transformers_scores_choices_as_we_do(tmp_path, shape):
     from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification

@@ -71,12 +71,9 @@ def test_labels_and_columns_that_only_look_alike_are_refused(tmp_path):
         load_own_task(write_task(tmp_path, "classification", named, label="cat\u00e9gorie"))
 
 
-@pytest.mark.parametrize(("tags", "said"), [
-    (["X-ANIMAL", "O"], "tag 'X-ANIMAL' is not of IOB, IOBES, BILOU or BMES"),
-    ([3, 0], "the tags are numbers.*tag_accuracy")])
-def test_tags_that_do_not_say_where_spans_begin_are_refused(tmp_path, tags, said):
-    rows = [{"words": ["cat", "moon"], "label": tags}] * 4
-    with pytest.raises(UserError, match=said):
+def test_tags_that_do_not_say_where_spans_begin_are_refused(tmp_path):
+    rows = [{"words": ["cat", "moon"], "label": [3, 0]}] * 4
+    with pytest.raises(UserError, match="the tags are numbers.*tag_accuracy"):
         load_own_task(write_task(tmp_path, "tags", rows, texts=["words"]))
 
 
