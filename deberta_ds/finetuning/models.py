@@ -130,9 +130,8 @@ def keep_head(model: TaskModel, task: Task, saved: Finetuned) -> str:
         for key in ("classifier.weight", "classifier.bias"):
             own[key].copy_(head[key])
         return f"head of {saved.task.name}: kept {', '.join(kept) or 'no layer'} and the scorer"
-    shared = [label for label in task.labels if label in saved.task.labels]
-    if task.head != saved.task.head or own["classifier.weight"].size(0) != len(task.labels):
-        shared = []
+    fits = task.head == saved.task.head and own["classifier.weight"].size(0) == len(task.labels)
+    shared = [label for label in task.labels if fits and label in saved.task.labels]
     for label in shared:
         for key in ("classifier.weight", "classifier.bias"):
             own[key][task.labels.index(label)] = head[key][saved.task.labels.index(label)]

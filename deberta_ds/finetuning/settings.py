@@ -5,6 +5,7 @@ of a run file: --all.epochs=3, --RTE.epochs=4. The defaults are for base and sma
 learning rate follows their size. Sources of every number are in docs/how-to/benchmarks.md.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -104,9 +105,8 @@ def load(
     _check_tables(given, "the command line", known)
     merged: dict[str, dict[str, Any]] = {name: {} for name in known[1:]}
     for name, table in merged.items():
-        for tables in (written, given):
-            for values in (tables.get(ALL, {}), tables.get(name, {})):
-                _put_over(table, values)
+        for tables, key in itertools.product((written, given), (ALL, name)):
+            _put_over(table, tables.get(key, {}))
     return {name: table for name, table in merged.items() if table}
 
 

@@ -80,17 +80,16 @@ def run_all(sweep: Sweep) -> list[dict]:
                           f"{split.source} are in {train.source} too (such as {place}); their "
                           "scores say nothing about new texts")
     settings = _settings(sweep)
+    init_from = {name: str(find_finetuned(place)) for name, place in sweep.init_from.items()}
     jobs = []
     for task in sweep.tasks:
         train, val, tests, diagnostics = splits[task.name]
-        init_from = sweep.init_from.get(task.name, "")
-        init_from = str(find_finetuned(init_from)) if init_from else ""
         jobs += [
             Job(task=task, seed=seed, settings=settings[task.name], start=sweep.start,
                 train=train, val=val, tests=tests, diagnostics=diagnostics,
                 out=sweep.out / task.name / f"seed-{seed}",
                 deepspeed=sweep.deepspeed, device=sweep.device,
-                init_from=init_from, keep_model=sweep.keep_models,
+                init_from=init_from.get(task.name, ""), keep_model=sweep.keep_models,
                 show_scores=sweep.show_scores, say=sweep.say, encoded=encoded[task.name])
             for seed in range(1, sweep.num_seeds + 1)]
     check_alike({"--seeds": sweep.num_seeds, "--out": str(sweep.out)} | {
