@@ -144,9 +144,9 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
     of MNLI is MNLI-mm. Labelled tests are scored too.
     Under `max_bad` all are encoded here (by the id of a split), without what cannot be.
     """
-    def read_parts(of: Task, split: str, carved: float = 0) -> list[Split]:
+    def read_parts(of: Task, split: str, carved: float = 0, name: str = "") -> list[Split]:
         """Return a split, or the two that are carved out of it, the first with such a share."""
-        faults = Faults(sweep.max_bad, sweep.out / f"{of.name}.{split}.bad_rows.txt")
+        faults = Faults(sweep.max_bad, sweep.out / f"{of.name}.{name or split}.bad_rows.txt")
         whole = readers.read_split(of, sweep.data, split, any_size=sweep.any_size, faults=faults)
         before = len(faults.errors)
         parts = [*readers.carve(whole, carved, _CARVE_SEED)] if carved else [whole]
@@ -158,8 +158,8 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
             sweep.say(f"{whole.source}: {said}")
         return parts
 
-    def read(of: Task, split: str) -> Split:
-        return read_parts(of, split)[0]
+    def read(of: Task, split: str, name: str = "") -> Split:
+        return read_parts(of, split, name=name)[0]
 
     if task.val_share and "val" not in task.files:
         train, val = read_parts(task, "train", 1 - task.val_share)
@@ -172,7 +172,8 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
         for place, table in task.files.items():
             if sweep.predict_test and place.startswith("test"):
                 name = task.name if place == "test" else place.removeprefix(TEST)
-                tests[name] = read(replace(task, files={"test": table}), "test")
+                own = replace(task, files={"test": table})
+                tests[name] = read(own, "test", place.replace("/", "."))
         return train, val, tests, diagnostics
     for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
         if test.predicted_by and readers.has_split(test, sweep.data, "val"):

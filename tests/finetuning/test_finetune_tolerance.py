@@ -7,10 +7,12 @@ import random
 import pytest
 import torch
 from superglue_helpers import predict, save_random, tiny_start
+from test_finetune_loop import plan
 from test_finetune_own import WORDS, rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import encoded as encoding
+from deberta_ds.finetuning import sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode, shortened
 from deberta_ds.finetuning.models import build_model
@@ -124,6 +126,20 @@ def test_training_leaves_out_what_it_may(process_group, tmp_path, monkeypatch):
     encoded.clear()
     result = train(path, tmp_path / "carved", max_bad=2)
     assert result["train"][1] + result["val"][1] == 22 and len(encoded) == 23
+
+
+def test_bad_rows_of_each_test_table_are_listed_in_a_file_of_their_own(process_group, tmp_path):
+    """The second table's reading removed the list of the first."""
+    rows = rows_of("classification", 8)
+    path = write_task(tmp_path, "classification", rows, test="test.jsonl")
+    path.write_text(path.read_text().replace("[settings]", '[tests]\nold = "old.jsonl"'))
+    write_rows(tmp_path / "test.jsonl", [*rows, {"words": 3, "extra": "x"}])
+    write_rows(tmp_path / "old.jsonl", rows)
+    task = load_own_task(path)[0]
+    _, _, tests, _ = sweep.read_task(plan(tmp_path / "out", [task], max_bad=1), task, {})
+    assert {name: len(split.examples) for name, split in tests.items()} == {"mine": 8, "old": 8}
+    (line,) = (tmp_path / "out" / "mine.test.bad_rows.txt").read_text().splitlines()
+    assert "test.jsonl:9: " in line
 
 
 @pytest.mark.parametrize(("how", "room", "kept"), [
