@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import annotations
 from deberta_ds.finetuning.answer_texts import language_of
 from deberta_ds.finetuning.line import Line, show
@@ -146,17 +145,19 @@ def _tagged_text(line: Line, text: str) -> Example:
     if not line.needed and task.words == "list" and task.spaces:
         # Of a word, such a model knows the first token.
         return _tagged(line, text, annotations.words_in(text), None)
-    entities = []
-    if line.has_label:
-        try:
-            entities = annotations.entities_of(text, line.get("label", list))
-        except annotations.BAD_ENTITIES as error:
-            if isinstance(error, UserError):
-                raise
-            line.fail(f'field "{line.named("label")}": {error}')
-    tags = annotations.tags_of_characters(text, entities)
+    tags = annotations.tags_of_characters(text, entities_of(line))
     return _tagged(line, text, [(place, place + 1) for place in range(len(text))],
                    tuple(map(line.class_index, tags)) if line.has_label else None)
+
+
+def entities_of(line: Line) -> list[annotations.Entity]:
+    """Return the entities that the label of a text names; none without a label."""
+    text = line.get(line.task.texts[0], str)
+    label = line.get("label", list) if line.has_label else []
+    try:
+        return annotations.entities_of(text, label)
+    except annotations.BAD_ENTITIES as error:
+        line.fail(f'field "{line.named("label")}": {error}')
 
 
 def _tagged(line: Line, text: str, places: list[tuple[int, int]], label: Label | None) -> Example:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.inputs import suffix_of
-from deberta_ds.finetuning.annotations import BAD_ENTITIES, entities_of, hold_spaces, is_entities
+from deberta_ds.finetuning.annotations import hold_spaces, is_entities
 from deberta_ds.finetuning.column_files import PREFIXED
 from deberta_ds.finetuning.labels import (
     NO_LABEL,
@@ -30,7 +30,8 @@ from deberta_ds.finetuning.labels import (
     read_list,
     to_line,
 )
-from deberta_ds.finetuning.layouts import chosen, examples_of
+from deberta_ds.finetuning.layouts import chosen, entities_of, examples_of
+from deberta_ds.finetuning.line import Line
 from deberta_ds.finetuning.metrics import PREFIXES
 from deberta_ds.finetuning.tables import Row, each_row, read_table
 from deberta_ds.finetuning.tasks import Task
@@ -200,10 +201,7 @@ def _names(task: Task, row: dict[str, Any], place: str) -> list[str]:
 
 
 def _entities(task: Task, row: dict[str, Any], place: str) -> list[tuple[int, int, str]]:
-    try:
-        return entities_of(row[task.texts[0]], to_line(task, place, row, 0).get("label", []))
-    except BAD_ENTITIES as error:
-        raise UserError(f"{place}: {error}") from None
+    return entities_of(Line(task, place, to_line(task, place, row, 0), needed=False))
 
 
 def _check_names(task: Task, own: Any, counts: Counter[str], rows: list[Row]) -> None:

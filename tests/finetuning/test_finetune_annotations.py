@@ -88,6 +88,15 @@ def test_entities_that_are_none_are_named_with_their_row(tmp_path, entities, sai
         load(tmp_path, rows, **({"labels": ["A", "B"]} if said.startswith("must") else {}))
 
 
+@pytest.mark.parametrize(("texts", "said"), [
+    (["txt"], "no column 'txt'; there are text, number, label"),  # it was "'txt'" alone
+    (["number"], 'field "number" must be a string, found 5')])  # it was "no len()"
+def test_a_column_that_holds_no_text_is_named(tmp_path, texts, said):
+    row = {"text": "abc", "number": 5, "label": [[0, 3, "A"]]}
+    with pytest.raises(UserError, match=f"train.jsonl:1: {said}"):
+        load_own_task(write_task(tmp_path, "tags", [row], texts=texts))
+
+
 def test_ends_that_may_count_the_last_letter_in_are_pointed_out(tmp_path):
     text = "Anna met Bob, Carla and Dieter in Rome."
     ends = [[text.index(name), text.index(name) + len(name), "X"] for name in
