@@ -151,9 +151,9 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
         before = len(faults.errors)
         parts = [*readers.carve(whole, carved, _CARVE_SEED)] if carved else [whole]
         if sweep.max_bad:
-            parts = [_that_fit(sweep, part, faults, encoded) for part in parts]
+            parts = [_that_fit(sweep, task, part, faults, encoded) for part in parts]
         said = whole.left_out if len(faults.errors) == before else faults.check(
-            before + len(whole.examples), faults.fit(of, f"--{of.name}."))
+            before + len(whole.examples), faults.fit(task, f"--{task.name}."))
         if said:
             sweep.say(f"{whole.source}: {said}")
         return parts
@@ -185,9 +185,10 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
     return train, val, tests, diagnostics
 
 
-def _that_fit(sweep: Sweep, split: Split, faults: Faults, encoded: dict[int, Encoded]) -> Split:
-    """Return a split without the examples that cannot be encoded, such as texts too long."""
-    settings = resolve(split.task, sweep.settings)
+def _that_fit(sweep: Sweep, task: Task, split: Split, faults: Faults, encoded: dict[int, Encoded]
+              ) -> Split:
+    """Return a split that `task` predicts, without what cannot be encoded, such as long texts."""
+    settings = resolve(task, sweep.settings)
     features = encode_split(split, sweep.start.tokenizer, settings, sweep.say, faults)
     if lost := {*features.lost}:
         split = replace(split, examples=tuple(

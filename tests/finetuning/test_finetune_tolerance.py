@@ -142,6 +142,16 @@ def test_bad_rows_of_each_test_table_are_listed_in_a_file_of_their_own(process_g
     assert "test.jsonl:9: " in line
 
 
+def test_a_diagnostic_set_is_encoded_as_the_task_whose_model_predicts_it(process_group, tmp_path):
+    """With max_bad it had settings of its own: max_length 256, whatever RTE's was."""
+    encoded: dict = {}
+    wanted = plan(tmp_path, ["RTE"], ("--RTE.max_length=30",), max_bad=99)
+    _, _, tests, _ = sweep.read_task(wanted, wanted.tasks[0], encoded)
+    assert tests.keys() == {"RTE", "AX-b", "AX-g"}
+    assert max(len(row) for split in tests.values() for feature in encoded[id(split)]
+               for row in feature.sequences) == 30
+
+
 @pytest.mark.parametrize(("how", "room", "kept"), [
     ("second", 6, ["abcd", "12"]), ("head_tail", 10, ["d", "123456789"]),
     ("head_tail", 12, ["bcd", "123456789"]), ("second", 3, ["abcd", ""])], ids=str)
