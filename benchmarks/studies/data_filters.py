@@ -11,6 +11,7 @@ import random
 import re
 import time
 from collections import Counter
+from typing import get_args
 
 from benchmarks.data import main
 
@@ -53,14 +54,15 @@ def _measure(texts: list[str]) -> dict:
     is installed, on the same words and sentences (its own split needs spaCy's models).
     """
     from deberta_ds.corpus.documents import Document
-    from deberta_ds.corpus.filter_rules import RULES, FilterRules, LanguageRule, LineRules
+    from deberta_ds.corpus.filter_rules import FilterRules, LanguageRule, LineRules, Rule
     from deberta_ds.corpus.filters import Filters
 
     documents = [Document(text, "", 0, "text") for text in texts]
     size = sum(len(document.text.encode()) for document in documents)
     options = {"lines": LineRules(end_mark=False), "language": LanguageRule(keep=("en",))}
     seconds, kept = {}, {}
-    for use in [(rule,) for rule in RULES] + [RULES]:
+    rules = get_args(Rule)
+    for use in [*((rule,) for rule in rules), rules]:
         filters = Filters(FilterRules(use=use, **options))
         filters(documents[0])
         start = time.process_time()
