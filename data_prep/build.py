@@ -52,6 +52,7 @@ def build(args, overrides: list[str]) -> None:
     from deberta_ds.config.toml_files import non_default_texts
     from deberta_ds.corpus import recipe as recipes
     from deberta_ds.corpus.build import Build
+    from deberta_ds.corpus.encode import left_out
     from deberta_ds.report.small_pages import write_filters_page
 
     recipe, origins = recipes.load(args.recipe, overrides)
@@ -65,10 +66,8 @@ def build(args, overrides: list[str]) -> None:
         if corpus.filters:
             write_filters_page(job.targets(number)[0])
     for target, manifest in job.manifests().items():
-        left_out = [f"{key} {count:,}" for key, count in manifest.counts.items()
-                    if count and key not in ("documents", "characters", "tokens")]
         print(f"{target}: {counted(manifest.documents, 'document')}, {manifest.tokens:,} tokens; "
-              f"of all: {', '.join(left_out) or 'nothing left out'}")
+              f"of all: {left_out(manifest.counts) or 'nothing left out'}")
     print(f'{job.out}: built; in the run file, [data] corpus = "{job.out}"')
 
 

@@ -6,7 +6,7 @@ shorter text of at least 8 words. Every field of the files is compared: JSON lin
 BLiMP), tables (GLUE), parquet, Arrow or text. Give the result to tokenize_corpus.py --leave_out.
 """
 
-from options import add_cache, add_input_options, add_part, add_workers, plan, read_options
+from options import add_input_options, add_job_options, plan, say_part_is_done
 
 from deberta_ds.base.command_line import parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
@@ -20,23 +20,18 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="directory for the list of contaminated "
                                                      "documents and report.json")
     parser.add_argument("--words", type=positive, default=13, help="number of successive words")
-    add_workers(parser)
-    add_part(parser)
-    add_cache(parser)
+    add_job_options(parser)
     args = parser.parse_args()
 
     from deberta_ds.corpus.contamination import find_contamination
     from deberta_ds.corpus.outputs import output
 
-    read = read_options(args)
-    units = plan(args, read)
+    units, read = plan(args)
     with output(args.out, cache=args.cache, part=args.part) as out:
         report = find_contamination(units, args.against, out, read=read, words=args.words,
                                     workers=args.workers, part=args.part)
     if report is None:
-        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
-              "without --part")
-        return
+        return say_part_is_done(args, args.out)
     for name, (searched, found) in report.examples.items():
         print(f"{name}: {found:,} of {searched:,} examples found")
     for sample in report.samples[:10]:

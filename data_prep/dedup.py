@@ -5,15 +5,7 @@ Run this once over the inputs of all corpora of a mixture. Of each set of duplic
 the order of the inputs is kept. Give the result to tokenize_corpus.py --leave_out.
 """
 
-from options import (
-    add_cache,
-    add_fields,
-    add_input_options,
-    add_part,
-    add_workers,
-    plan,
-    read_options,
-)
+from options import add_fields, add_input_options, add_job_options, plan, say_part_is_done
 
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly
@@ -26,23 +18,18 @@ def main() -> None:
     add_input_options(parser)
     parser.add_argument("--out", required=True, help="directory for the list of duplicates")
     add_fields(parser, Recipe, "near")
-    add_workers(parser)
-    add_part(parser)
-    add_cache(parser)
+    add_job_options(parser)
     args = parser.parse_args()
 
     from deberta_ds.corpus.dedup import find_duplicates
     from deberta_ds.corpus.outputs import output
 
-    read = read_options(args)
-    units = plan(args, read)
+    units, read = plan(args)
     with output(args.out, cache=args.cache, part=args.part) as out:
         counts = find_duplicates(units, out, read=read, near_threshold=args.near,
                                  workers=args.workers, part=args.part)
     if not counts:
-        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
-              "without --part")
-        return
+        return say_part_is_done(args, args.out)
     print(f"{args.out}: {counts['documents']:,} documents, {counts['exact']:,} exact and "
           f"{counts['near']:,} near duplicates")
 

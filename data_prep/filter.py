@@ -5,7 +5,7 @@ Writes an HTML report, OUT/filters.html, and its numbers, OUT/filters.json. Noth
 When the filters do what you want, give the same file to tokenize_corpus.py --filters.
 """
 
-from options import add_cache, add_input_options, add_part, add_workers, plan, read_options
+from options import add_input_options, add_job_options, plan, say_part_is_done
 
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly
@@ -18,9 +18,7 @@ def main() -> None:
                         help="rules and thresholds, such as data_prep/filters/web_en.toml")
     parser.add_argument("--out", required=True, help="directory for the report")
     parser.add_argument("--tokenizer", default="", help="count tokens too, with this tokenizer")
-    add_workers(parser)
-    add_part(parser)
-    add_cache(parser)
+    add_job_options(parser)
     args = parser.parse_args()
 
     from deberta_ds.corpus.filter_rules import read_rules
@@ -28,17 +26,15 @@ def main() -> None:
     from deberta_ds.corpus.outputs import fetch, output
     from deberta_ds.report.small_pages import write_filters_page
 
-    read, rules = read_options(args), read_rules(args.filters)
-    units = plan(args, read)
+    rules = read_rules(args.filters)
+    units, read = plan(args)
     with output(args.out, cache=args.cache, part=args.part) as out:
         report = try_filters(units, out, rules, read=read, workers=args.workers, part=args.part,
                              tokenizer=args.tokenizer and fetch(args.tokenizer))
         if report:
             page = write_filters_page(out).name
     if report is None:
-        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
-              "without --part")
-        return
+        return say_part_is_done(args, args.out)
     for reason, counts in sorted(report["dropped"].items(), key=lambda item: -item[1][0]):
         shares = [f"{count:>12,} {count / report[what]:6.2%} of {what}" for what, count in zip(
             ("documents", "characters", "tokens"), counts, strict=True) if report[what]]

@@ -59,20 +59,30 @@ def add_fields(parser: argparse.ArgumentParser, cls: type, *names: str) -> None:
             parser.add_argument(f"--{one.key}", default=one.default, help=one.meaning, **how)
 
 
-def read_options(args: argparse.Namespace) -> "ReadOptions":
-    """Return the ReadOptions of parsed arguments."""
+def plan(args: argparse.Namespace) -> tuple[list, "ReadOptions"]:
+    """Return the work units of the inputs and how they are read; UserError for more bad files than
+    --skip_bad_files.
+    """
+    from deberta_ds.corpus.damage import plan_whole
     from deberta_ds.corpus.recipe import read_options_of
 
-    return read_options_of(args)
-
-
-def plan(args: argparse.Namespace, read: "ReadOptions") -> list:
-    """Return the work units of the inputs; UserError for more bad files than --skip_bad_files."""
-    from deberta_ds.corpus.damage import plan_whole
-
+    read = read_options_of(args)
     return plan_whole(args.inputs, read, args.unit_bytes, skip_bad_files=args.skip_bad_files,
                       max_bad=getattr(args, "max_bad", 0), workers=args.workers,
-                      is_divided=bool(args.documents))
+                      is_divided=bool(args.documents)), read
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that works in units, also as an array of jobs or to a URL."""
+    add_workers(parser)
+    add_part(parser)
+    add_cache(parser)
+
+
+def say_part_is_done(args: argparse.Namespace, out: str) -> None:
+    """Say what follows a part of the work on `out`."""
+    print(f"{out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this without "
+          "--part")
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Pack a tokenized corpus into sequences of one or more lengths."""
 
-from options import add_cache, add_part, add_workers
+from options import add_job_options, say_part_is_done
 
 from deberta_ds.base.command_line import parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
@@ -14,9 +14,7 @@ def main() -> None:
                                                            "starts)")
     parser.add_argument("--seq_len", type=positive, nargs="+", required=True,
                         help="sequence lengths in tokens")
-    add_workers(parser)
-    add_part(parser)
-    add_cache(parser)
+    add_job_options(parser)
     args = parser.parse_args()
 
     from deberta_ds.corpus.outputs import fetch, output
@@ -30,8 +28,7 @@ def main() -> None:
                 manifest = pack_corpus(local, tokenizer, seq_len, workers=args.workers,
                                        part=args.part)
             if manifest is None:
-                print(f"{corpus}/rows-{seq_len}: part {args.part[0]} of {args.part[1]} is done; "
-                      "when all are, run this without --part")
+                say_part_is_done(args, f"{corpus}/rows-{seq_len}")
                 continue
             rows = sum(shard.rows for shard in manifest.shards)
             used = sum(shard.tokens + 2 * shard.pieces for shard in manifest.shards)

@@ -13,13 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from options import (
-    add_cache,
     add_fields,
     add_input_options,
-    add_part,
-    add_workers,
+    add_job_options,
     plan,
-    read_options,
+    say_part_is_done,
     share,
 )
 
@@ -51,12 +49,11 @@ def main() -> None:
     parser.add_argument("--leave_out", "--duplicates", nargs="+", default=[], metavar="FOUND",
                         help="skip the documents that dedup.py or decontaminate.py listed in these "
                         "directories; they must have read these inputs")
-    add_workers(parser)
-    add_part(parser)
-    add_cache(parser)
+    add_job_options(parser)
     args = parser.parse_args()
 
     from deberta_ds.base.numbers import counted
+    from deberta_ds.corpus.encode import left_out
     from deberta_ds.corpus.outputs import JOB, output
 
     options = {"cache": args.cache, "first": JOB, "part": args.part}
@@ -65,15 +62,12 @@ def main() -> None:
         outs = [stack.enter_context(output(name, **options)) for name in names]
         manifests = tokenize(args, *outs)
     if args.part:
-        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
-              "without --part")
+        say_part_is_done(args, args.out)
     for name, manifest in zip(names, manifests.values(), strict=False):
         print(f"{name}: {counted(manifest.documents, 'document')}, "
               f"{manifest.tokens:,} tokens in {counted(len(manifest.shards), 'shard')}")
     for manifest in [*manifests.values()][:1]:  # both have the counts of the whole job
-        left_out = {k: v for k, v in manifest.counts.items()
-                    if v and k not in ("documents", "characters", "tokens")}
-        listed = ", ".join(f"{k} {v:,}" for k, v in left_out.items())
+        listed = left_out(manifest.counts)
         print(f"left out or changed: {listed}" if listed else "nothing was left out")
     if args.heldout_out and manifests:
         say_if_empty(args, *(manifest.documents for manifest in manifests.values()))
@@ -105,9 +99,9 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
         if os.path.isdir(name) and Path(os.path.realpath(name)) in (where, *where.parents):
             raise UserError(f"{target}: lies in the input {name}, of which it would be a part "
                             "when the job goes on; choose a directory outside")
-    read = read_options(args)
+    units, read = plan(args)
     manifests = tokenize_corpus(
-        plan(args, read), out, Tokenizer(fetch(args.tokenizer, cache=args.cache)),
+        units, out, Tokenizer(fetch(args.tokenizer, cache=args.cache)),
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
         heldout_out=heldout_out, heldout_share=args.heldout_share, drop_heldout=args.drop_heldout,
         leave_out=[fetch(found, cache=args.cache) for found in args.leave_out],

@@ -8,7 +8,7 @@
     python data_prep/train_tokenizer.py --extend a --learn 2000 *.txt --out b
 """
 
-from options import add_cache, add_fields, add_input_options, add_workers, plan, read_options
+from options import add_cache, add_fields, add_input_options, add_workers, plan
 
 from deberta_ds.base.command_line import parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
@@ -61,11 +61,11 @@ def make(args, out: str):
     from deberta_ds.config.options import validate
     from deberta_ds.corpus import extend_tokenizer as extension
     from deberta_ds.corpus.build import train
+    from deberta_ds.corpus.documents import ReadOptions
     from deberta_ds.corpus.recipe import TRAINED, TokenizerRecipe
     from deberta_ds.corpus.train_tokenizer import sample_texts
 
-    read = read_options(args)
-    units = plan(args, read) if args.inputs else []
+    units, read = plan(args) if args.inputs else ([], ReadOptions())
     if args.extend:
         symbols = extension.read_symbols(args.add_tokens)
         texts = sample_texts(units, args.sample_bytes, read, max_bad=args.max_bad)

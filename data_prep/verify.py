@@ -6,7 +6,7 @@ Of a corpus, the first bad shard is named. Of inputs, all damaged files are. Exi
 
 import os
 
-from options import add_cache, add_input_options, add_workers, read_options
+from options import add_cache, add_input_options, add_workers
 
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly, still_at_work
@@ -28,6 +28,7 @@ def main() -> int:
     from deberta_ds.corpus.documents import input_kind
     from deberta_ds.corpus.outputs import fetch
     from deberta_ds.corpus.pack import verify_corpus
+    from deberta_ds.corpus.recipe import read_options_of
     from deberta_ds.tokenizer import Tokenizer
 
     def is_corpus(path: str) -> bool:
@@ -44,7 +45,7 @@ def main() -> int:
     inputs = [path for path in args.inputs if path not in corpora]
     if not inputs:
         return 0
-    bad = damaged_files(inputs, read_options(args), args.workers)
+    bad = damaged_files(inputs, read_options_of(args), args.workers)
     print(*bad.values(), counted(len(bad), "bad file"), sep="\n")
     return 2 if bad else 0
 

@@ -24,7 +24,7 @@ from deberta_ds.corpus.contamination import find_contamination
 from deberta_ds.corpus.damage import plan_whole
 from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, plan_units
-from deberta_ds.corpus.encode import CleanOptions
+from deberta_ds.corpus.encode import CleanOptions, left_out
 from deberta_ds.corpus.extend_tokenizer import read_symbols
 from deberta_ds.corpus.filter_rules import read_rules
 from deberta_ds.corpus.identity import Part, identified, inputs_of
@@ -167,12 +167,11 @@ class Build:
             filters=self._filters[number], words=corpus.words, workers=self._workers, part=part)
         for target, manifest in made.items():
             if not manifest.documents:
-                left_out = [f"{key} {count:,}" for key, count in manifest.counts.items() if count]
                 raise UserError(
                     f"{target}: no document of {corpus.name} is left for it ("
-                    f"{', '.join(left_out)}; data_prep/filter.py shows what filters drop); give "
-                    f"more text, or remove {self.out / 'train'} and {self.out / 'heldout'} and "
-                    "take other filters, another --heldout_share=X, or heldout = false in its "
+                    f"{left_out(manifest.counts)}; data_prep/filter.py shows what filters drop); "
+                    f"give more text, or remove {self.out / 'train'} and {self.out / 'heldout'} "
+                    "and take other filters, another --heldout_share=X, or heldout = false in its "
                     "[[corpora]]: it needs no held-out part then")
 
     def manifests(self) -> dict[Path, Manifest]:

@@ -107,9 +107,17 @@ def _seam(tokenizer: Tokenizer, window: str, ids: np.ndarray) -> tuple[int, int]
 # Which documents are kept, and their text under the rules of text.py: a batch at a time.
 COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
           "contaminated", "filtered", "held_out", "bad", "cut", "removed_characters")
+_KEPT = COUNTS[:3]
 _BATCH_CHARACTERS = 1 << 17
 _BATCH_DOCUMENTS = 1 << 12  # of which many are empty
 _PROBLEMS_NAMED = 20
+
+
+def left_out(counts: dict[str, int]) -> str:
+    """Return what `counts` say was left out or changed: "empty 3, held_out 1,204"; "" if nothing.
+    """
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()
+                     if count and name not in _KEPT)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.encode import left_out
 from deberta_ds.data.corpus import Corpus, open_shard
 from deberta_ds.data.shards import Manifest, read_manifest, read_rows_manifest
 from deberta_ds.tokenizer import Tokenizer, unknown_pieces
@@ -71,10 +72,8 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
              f"  characters  {counts['characters']:>15,}   "
              f"{counts['characters'] / max(1, tokens):.2f} a token"]
     lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
-    left_out = {name: counts[name] for name in counts
-                if name not in ("documents", "tokens", "characters") and counts[name]}
-    if left_out:
-        lines.append("  left out    " + ", ".join(f"{k} {v:,}" for k, v in left_out.items()))
+    if listed := left_out(counts):
+        lines.append(f"  left out    {listed}")
     for seq_len, rows, fill, pieces, hard_cuts in stats.plans:
         lines.append(f"  rows-{seq_len:<6} {rows:>15,}   {fill:.2%} full, "
                      f"{pieces:.2f} document segments each, {hard_cuts:,} cuts inside a word")
