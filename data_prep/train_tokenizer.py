@@ -59,19 +59,19 @@ def main() -> None:
 def make(args, out: str):
     """Return the tokenizer trained or extended as the options say, and what was made."""
     from deberta_ds.config.options import validate
-    from deberta_ds.corpus import extend_tokenizer as extension
-    from deberta_ds.corpus.build import train
-    from deberta_ds.corpus.documents import ReadOptions
+    from deberta_ds.corpus.extend_tokenizer import extend_tokenizer
     from deberta_ds.corpus.recipe import TRAINED, TokenizerRecipe
-    from deberta_ds.corpus.train_tokenizer import sample_texts
+    from deberta_ds.corpus.train_tokenizer import read_symbols, sample_texts, train_tokenizer
 
-    units, read = plan(args) if args.inputs else ([], ReadOptions())
+    if args.extend and not args.learn:
+        return extend_tokenizer(args.extend, out, read_symbols(args.add_tokens), 0, [])
+    units, read = plan(args)
     if args.extend:
-        symbols = extension.read_symbols(args.add_tokens)
         texts = sample_texts(units, args.sample_bytes, read, max_bad=args.max_bad)
-        return extension.extend_tokenizer(args.extend, out, symbols, args.learn, texts)
+        return extend_tokenizer(args.extend, out, read_symbols(args.add_tokens), args.learn, texts)
     wanted = validate(TokenizerRecipe, {key: getattr(args, key) for key in TRAINED}, "options")
-    tokenizer = train(wanted, units, out, read=read, workers=args.workers, max_bad=args.max_bad)
+    tokenizer = train_tokenizer(units, out, wanted, read=read, workers=args.workers,
+                                max_bad=args.max_bad)
     return tokenizer, f"{args.vocab_size:,} subwords"
 
 

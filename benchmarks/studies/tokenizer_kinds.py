@@ -26,8 +26,9 @@ from deberta_ds.config.model import padded_rows
 from deberta_ds.config.options import validate
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
-from deberta_ds.corpus.train_tokenizer import train_fast, train_tokenizer
+from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.engine.optim import build_optimizer, learning_rate
@@ -71,15 +72,15 @@ def train(kind: str, pieces: int, sources: list[Path], out: Path) -> Tokenizer:
     if out.exists():
         return Tokenizer(out)
     units = plan_units([str(sources[0])], READ, 0)
-    recipe = {"pieces": pieces, "sample_bytes": 1 << 40, "read": READ}
-    if kind != "unigram":
-        return train_fast(units, out, kind=kind, **recipe)
+    wanted = TokenizerRecipe(kind=kind, vocab_size=pieces, sample_bytes=1 << 40, threads=1)
     try:
-        return train_tokenizer(units, out, threads=1, **recipe)
+        return train_tokenizer(units, out, wanted, read=READ)
     except UserError as error:
+        if kind != "unigram":
+            raise
         print(f"{error}\nfrom twice the sample:", flush=True)
         units = plan_units([str(source) for source in sources], READ, 0)
-        return train_tokenizer(units, out, threads=1, **recipe)
+        return train_tokenizer(units, out, wanted, read=READ)
 
 
 def fertility(tokenizer: Tokenizer, source: Path) -> dict:

@@ -29,7 +29,8 @@ from benchmarks.studies import vocabulary_transfer as study
 from deberta_ds.base.files import write_atomic
 from deberta_ds.config.run_config import InitConfig, RunConfig
 from deberta_ds.corpus.documents import plan_units
-from deberta_ds.corpus.train_tokenizer import train_fast, train_tokenizer
+from deberta_ds.corpus.recipe import TokenizerRecipe
+from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release import vocabulary
 from deberta_ds.release.initialize import initial_tensors
@@ -40,14 +41,14 @@ SOURCE_STEPS, STEPS = {"mlm": 1500, "rtd": 700}, {"mlm": 200, "rtd": 120}
 EVERY, NOVELS, HELD_OUT_SEQUENCES = 20, 10, 64
 AT = (60, 120, 200)  # steps of the others, whose losses `transferred` has to reach
 LOSSES = {"mlm": ("masked_loss",), "rtd": ("generator_loss", "discriminator_loss")}
-RECIPE = {"pieces": study.PIECES, "sample_bytes": 1 << 22, "read": study.READ}
+RECIPE = TokenizerRecipe(vocab_size=study.PIECES, sample_bytes=1 << 22)
 DELTA = "discriminator.words.weight"
 
 
 def source(kind: str, texts: list[Path], work: Path) -> None:
     """Train the source."""
     units = plan_units(list(map(str, texts[:-study.HELD_OUT])), study.READ)
-    unigram = train_tokenizer(units, work / "unigram.model", **RECIPE)
+    unigram = train_tokenizer(units, work / "unigram.model", RECIPE, read=study.READ)
     run = study.corpora(work, "source", texts, unigram, kind)
     model, losses = study.train(run, {}, SOURCE_STEPS[kind], names=LOSSES[kind])
     print("source", kind, losses, flush=True)
@@ -63,7 +64,7 @@ def second_run(kind: str, others: list[Path], work: Path, seed: int) -> RunConfi
         run = study.run_of(work, name, Tokenizer(path), kind)
     else:
         units = plan_units(list(map(str, others[:-study.HELD_OUT])), study.READ)
-        bpe = train_fast(units, path, kind="byte_bpe", **RECIPE)
+        bpe = train_tokenizer(units, path, replace(RECIPE, kind="byte_bpe"), read=study.READ)
         run = study.corpora(work, name, others, bpe, kind)
     return replace(run, out_dir=str(work / f"out-{kind}-{name}-{seed}"),
                    train=replace(run.train, seed=seed),

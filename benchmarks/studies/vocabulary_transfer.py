@@ -24,8 +24,9 @@ from deberta_ds.config.run_config import InitConfig, RunConfig, from_dict
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.extend_tokenizer import extend_tokenizer
 from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
-from deberta_ds.corpus.train_tokenizer import sample_texts, train_fast, train_tokenizer
+from deberta_ds.corpus.train_tokenizer import sample_texts, train_tokenizer
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.engine.optim import build_optimizer, learning_rate
@@ -127,8 +128,8 @@ def main() -> None:
     options = parser.parse_args()
     texts, work = sorted(options.texts.glob("*.txt"))[:12], options.work
     units = plan_units(list(map(str, texts[:-HELD_OUT])), READ)
-    recipe = {"pieces": PIECES, "sample_bytes": 1 << 22, "read": READ}
-    base = train_tokenizer(units, work / "unigram.model", **recipe)
+    recipe = TokenizerRecipe(vocab_size=PIECES, sample_bytes=1 << 22)
+    base = train_tokenizer(units, work / "unigram.model", recipe, read=READ)
     run = corpora(work, "unigram", texts, base)
     model, losses = train(run, {}, options.steps)
     print("unigram", losses, flush=True)
@@ -136,8 +137,8 @@ def main() -> None:
     (work / "source/spm.model").write_bytes(base.path.read_bytes())
     others = {"grown": extend_tokenizer(base.path, work / "grown-tokenizer", [], LEARNED,
                                         sample_texts(units, 1 << 22, READ))[0]}
-    others |= {kind: train_fast(units, work / f"{kind}-tokenizer", kind=kind, **recipe)
-               for kind in ("byte_bpe", "wordpiece")}
+    others |= {kind: train_tokenizer(units, work / f"{kind}-tokenizer", replace(recipe, kind=kind),
+                                     read=READ) for kind in ("byte_bpe", "wordpiece")}
     found, compared = {"unigram": {"base": losses["masked_loss"]}}, starts()
     for name, tokenizer in others.items():
         run, found[name] = corpora(work, name, texts, tokenizer), {}

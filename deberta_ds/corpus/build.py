@@ -25,14 +25,13 @@ from deberta_ds.corpus.damage import plan_whole
 from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, plan_units
 from deberta_ds.corpus.encode import CleanOptions, left_out
-from deberta_ds.corpus.extend_tokenizer import read_symbols
 from deberta_ds.corpus.filter_rules import read_rules
 from deberta_ds.corpus.identity import Part, identified, inputs_of
 from deberta_ds.corpus.outputs import fetch
 from deberta_ds.corpus.pack import pack_corpus
-from deberta_ds.corpus.recipe import Recipe, TokenizerRecipe
+from deberta_ds.corpus.recipe import Recipe
 from deberta_ds.corpus.tokenize import tokenize_corpus
-from deberta_ds.corpus.train_tokenizer import languages_of, train_fast, train_tokenizer
+from deberta_ds.corpus.train_tokenizer import read_symbols, train_tokenizer
 from deberta_ds.corpus.units import AtWorkError, job
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.data.shards import MANIFEST, Manifest, read_manifest, rows_directory
@@ -42,21 +41,6 @@ from deberta_ds.tokenizer.segmented import words_function
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
 TRAINED = "sha256"  # written last to OUT/tokenizer
-
-
-def train(wanted: TokenizerRecipe, units: list[list[Extent]], out: str | Path, *,
-          read: ReadOptions, workers: int, max_bad: int) -> Tokenizer:
-    """Write the tokenizer that a recipe asks for to `out`, a file (unigram) or directory."""
-    options: dict[str, Any] = {
-        "pieces": wanted.vocab_size, "sample_bytes": wanted.sample_bytes, "read": read,
-        "character_coverage": wanted.character_coverage, "max_bad": max_bad, "choices": wanted,
-        "symbols": read_symbols(wanted.add_tokens)}
-    if wanted.temperature:
-        options["languages"] = languages_of(units, read, wanted.sample_bytes, wanted.temperature,
-                                            workers, max_bad)
-    if wanted.kind == "unigram":
-        return train_tokenizer(units, out, threads=wanted.threads, **options)
-    return train_fast(units, out, kind=wanted.kind, **options)
 
 
 class Build:
@@ -143,8 +127,9 @@ class Build:
                 with atomic_path(out / name) as temporary:
                     shutil.copyfile(source, temporary)
             if not given and not is_done:
-                train(wanted, planned, out / SPM if wanted.kind == "unigram" else out,
-                      read=ReadOptions(), workers=self._workers, max_bad=self._recipe.max_bad)
+                train_tokenizer(planned, out / SPM if wanted.kind == "unigram" else out, wanted,
+                                read=ReadOptions(), workers=self._workers,
+                                max_bad=self._recipe.max_bad)
             write_atomic(out / TRAINED, f"{Tokenizer(out).sha256}\n")
         return Tokenizer(out)
 

@@ -19,9 +19,9 @@ import numpy as np
 import tokenizers
 from tokenizers import models, trainers
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.train_tokenizer import SCORE_UNIT, check_directory
-from deberta_ds.tokenizer import SPACE_MARK, Tokenizer
+from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.files import NAMES, SPM, find_files, read_settings
 from deberta_ds.tokenizer.kinds import add_tokens, piece_kind
 from deberta_ds.tokenizer.publish import publish, special_token
@@ -33,21 +33,6 @@ from deberta_ds.tokenizer.words import byte_value
 _WORD = re.compile(f" ?(?:{LETTERS}|(?:{UNSPACED_LETTER})+)")
 _FIRST_CODE = 0x10000  # of the characters that stand for tokens while they are merged
 Merges = list[tuple[str, str]]
-
-
-def read_symbols(path: str | Path) -> list[str]:
-    """Return the symbols of a file, one a line, none of no file; UserError for a line that cannot
-    be a token.
-    """
-    if not path:
-        return []
-    with naming(path):
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        if len(line.split()) != 1 or SPACE_MARK in line:
-            raise UserError(f"{path}: line {number} is {line!r}; write one symbol a line, without "
-                            f"white space and {SPACE_MARK}")
-    return list(dict.fromkeys(line.strip() for line in lines))
 
 
 def extend_tokenizer(path: str | Path, out: str | Path, symbols: list[str], learn: int,

@@ -8,7 +8,7 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import xxhash
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError, still_at_work
+from deberta_ds.base.errors import UserError, naming, still_at_work
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.splitmix import mix64
 from deberta_ds.corpus.documents import Extent, ReadOptions
@@ -35,8 +35,8 @@ from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer, normalization
 from deberta_ds.tokenizer.files import FORMS, JSON, OTHER_MODELS, SPM
 from deberta_ds.tokenizer.normalization import normalizer_tsv
-from deberta_ds.tokenizer.publish import special_token, write_tokenizer_json
-from deberta_ds.tokenizer.spm import RULES_NAME
+from deberta_ds.tokenizer.publish import publish, special_token
+from deberta_ds.tokenizer.spm import RULES_NAME, model_proto
 from deberta_ds.tokenizer.text import UNSPACED
 
 # The bounded sample of text that a tokenizer is trained on: from the inputs, or by language.
@@ -47,7 +47,6 @@ from deberta_ds.tokenizer.text import UNSPACED
 # input, exact to one piece. Where a language has less than its share the chance is above 1: pieces
 # repeat.
 SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences over 4192 bytes without a word
-_AS_IS = TokenizerRecipe()
 Languages = dict[str, tuple[int, float]]  # {label: (characters there, characters wanted)}
 
 
@@ -158,62 +157,106 @@ _LEAST_PIECES = re.compile(r"required_chars\. \d+ vs (\d+)")
 SCORE_UNIT = 1 / 16  # nats: sums of its multiples are exact in float32 up to 2**20
 
 
-def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, sample_bytes: int,
-                    read: ReadOptions, character_coverage: float = 0.9995, threads: int = 2,
-                    languages: Languages | None = None, max_bad: int = 0,
-                    choices: TokenizerRecipe = _AS_IS,
-                    symbols: Sequence[str] = ()) -> Tokenizer:
-    """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
-
-    The rules are SentencePiece's normalizer in the file (spm_rules.py), next to which it keeps case
-    and width; decoding gives normalised text back. Scores are rounded (`_finished`). Memory is
-    bounded by `sample_bytes`, taken evenly from the start of every unit, or as `languages` says.
-    UserError if the sample is too small for `pieces`.
+def read_symbols(path: str | Path) -> list[str]:
+    """Return the symbols of a file, one a line, none of no file; UserError for a line that cannot
+    be a token.
     """
-    if not str(out) or Path(out).is_dir():
-        raise UserError(f"{out or '--out'}: a unigram model is one file; name it, such as "
-                        f"{Path(out, SPM)}")
-    if any(os.path.realpath(extent.path) == os.path.realpath(out)
-           for unit in units for extent in unit):
-        raise UserError(f"{out}: is one of the inputs; name another file")
+    if not path:
+        return []
+    with naming(path):
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if len(line.split()) != 1 or SPACE_MARK in line:
+            raise UserError(f"{path}: line {number} is {line!r}; write one symbol a line, without "
+                            f"white space and {SPACE_MARK}")
+    return list(dict.fromkeys(line.strip() for line in lines))
+
+
+def train_tokenizer(units: list[list[Extent]], out: str | Path, wanted: TokenizerRecipe, *,
+                    read: ReadOptions, workers: int = 1, max_bad: int = 0) -> Tokenizer:
+    """Write the tokenizer that `wanted` asks for to `out`, a file (unigram) or directory.
+
+    Memory is bounded by its sample_bytes, taken evenly from the start of every unit or, with a
+    temperature, by language. UserError if the sample is too small for its vocab_size.
+    """
+    symbols = read_symbols(wanted.add_tokens)
+    _check_out(out, wanted, units)
+    languages = languages_of(units, read, wanted.sample_bytes, wanted.temperature, workers,
+                             max_bad) if wanted.temperature else None
+    sample = _shown(sample_texts(units, wanted.sample_bytes, read, languages, max_bad,
+                                 is_raw=wanted.keep_white_space), wanted.sample_bytes)
+    train = _train_unigram if wanted.kind == "unigram" else _train_fast
+    return train(sample, Path(out), wanted, symbols)
+
+
+def _check_out(out: str | Path, wanted: TokenizerRecipe, units: list[list[Extent]]) -> None:
+    """UserError for an `out` that is of the other form, or would be written over something."""
+    if wanted.kind == "unigram":
+        if not str(out) or Path(out).is_dir():
+            raise UserError(f"{out or '--out'}: a unigram model is one file; name it, such as "
+                            f"{Path(out, SPM)}")
+        if any(os.path.realpath(extent.path) == os.path.realpath(out)
+               for extent in extents_of(units)):
+            raise UserError(f"{out}: is one of the inputs; name another file")
+    elif Path(out).suffix in (".model", ".json") or Path(out).is_file():
+        raise UserError(f"{out}: --kind {wanted.kind} writes a directory; give the name of one")
+    else:
+        check_directory(Path(out))
+
+
+def check_directory(out: Path) -> None:
+    """UserError if a directory holds another tokenizer, which would be read or mixed with one of
+    tokenizer.json.
+    """
+    for name in (*itertools.chain(*FORMS), *OTHER_MODELS):
+        if name != JSON and (out / name).exists():
+            raise UserError(f"{out}: holds another tokenizer ({name}); give another directory")
+
+
+def _train_unigram(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, symbols: list[str]
+                   ) -> Tokenizer:
+    """Write the model to `out` and return it: byte fallback, our text rules.
+
+    The rules are SentencePiece's normalizer in the file (tokenizer/normalization.py), next to which
+    it keeps case and width; decoding gives normalised text back. Scores are rounded (`_finished`).
+    """
     for symbol in symbols:  # found before the normalizer here, behind it in an export
-        plain = unicodedata.normalize("NFKC" if choices.normalization else "NFC", symbol)
-        if symbol != (plain.lower() if choices.lower_case else plain):
+        plain = unicodedata.normalize("NFKC" if wanted.normalization else "NFC", symbol)
+        if symbol != (plain.lower() if wanted.lower_case else plain):
             raise UserError(f"{out}: the normalizer would change the symbol {symbol!r}; give it as "
                             "it is in normalized text")
-    sample = sample_texts(units, sample_bytes, read, languages, max_bad,
-                          is_raw=choices.keep_white_space)
-    model = io.BytesIO()
+    model, pieces = io.BytesIO(), wanted.vocab_size
     with TemporaryDirectory() as directory, still_at_work(lambda: f"training {pieces:,} subwords"):
         rules = Path(directory) / "rules.tsv"
         failed: list[Exception | KeyboardInterrupt] = []
-        write_atomic(rules, normalizer_tsv(choices.lower_case))
-        named = "nmt_" * (not choices.keep_white_space) + "nfkc" + "_cf" * choices.lower_case \
-            if choices.normalization else "identity" * choices.keep_white_space
+        write_atomic(rules, normalizer_tsv(wanted.lower_case))
+        named = "nmt_" * (not wanted.keep_white_space) + "nfkc" + "_cf" * wanted.lower_case \
+            if wanted.normalization else "identity" * wanted.keep_white_space
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_noting(failed, _shown(sample, sample_bytes)),
+                sentence_iterator=_noting(failed, sample),
                 model_writer=model,
                 vocab_size=pieces,
                 model_type="unigram",
-                user_defined_symbols=list(symbols),
-                split_digits=choices.split_digits,
-                remove_extra_whitespaces=not choices.keep_white_space,
-                allow_whitespace_only_pieces=choices.keep_white_space,
+                user_defined_symbols=symbols,
+                split_digits=wanted.split_digits,
+                remove_extra_whitespaces=not wanted.keep_white_space,
+                allow_whitespace_only_pieces=wanted.keep_white_space,
                 **{"normalization_rule_name": named} if named else {
                     "normalization_rule_tsv": str(rules)},
                 byte_fallback=True,
-                character_coverage=character_coverage,
+                character_coverage=wanted.character_coverage,
                 pad_id=0, bos_id=1, eos_id=2, unk_id=3,
                 pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
-                num_threads=threads,
+                num_threads=wanted.threads,
                 minloglevel=2)
         except RuntimeError as error:
             if failed:  # SentencePiece words it again
                 raise failed[0] from None
             raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
                             f"{_remedy(str(error))}") from error
-    write_atomic(out, _finished(model.getvalue(), has_rules=not (named or choices.lower_case)))
+    proto = model_proto(model.getvalue(), out)
+    write_atomic(out, _finished(proto, has_rules=not (named or wanted.lower_case)))
     return Tokenizer(out)
 
 
@@ -226,7 +269,7 @@ def _remedy(message: str) -> str:
     return f"it says: {message}"
 
 
-def _finished(model: bytes, has_rules: bool) -> bytes:
+def _finished(proto, has_rules: bool) -> bytes:
     """Return the model with the name of our rules, if it has those, no path, and scores in whole
     units.
 
@@ -234,9 +277,6 @@ def _finished(model: bytes, has_rules: bool) -> bytes:
     are nearly as good, what stands before decides. Sums of rounded scores are exact, so that a word
     has the same ids everywhere, and in the tokenizer.json that is exported, which adds in float64.
     """
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
     proto.normalizer_spec.name = RULES_NAME if has_rules else proto.normalizer_spec.name
     proto.normalizer_spec.ClearField("normalization_rule_tsv")
     for piece in proto.pieces:
@@ -268,39 +308,29 @@ def _shown(sample: Iterable[str], sample_bytes: int) -> Iterator[str]:
 # The result is a directory that AutoTokenizer reads: tokenizer.json with the text rules as its
 # normalizer, and the names of the special tokens, at the ids of DeBERTa's SentencePiece models
 # ([PAD] [CLS] [SEP] [UNK] first, [MASK] after the last piece).
-KINDS = ("byte_bpe", "bpe", "wordpiece")
 # WordPiece takes a word of too many characters for unknown, and scripts without spaces are one word
 # to it: they are cut to stretches of at most so many letters, each with its marks.
 _UNSPACED = rf"(?:[{UNSPACED}]\p{{M}}*){{1,40}}"
 _LONGEST_WORD = 200  # characters
 
 
-def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int,
-               sample_bytes: int, read: ReadOptions, character_coverage: float = 0.9995,
-               languages: Languages | None = None, max_bad: int = 0,
-               choices: TokenizerRecipe = _AS_IS,
-               symbols: Sequence[str] = ()) -> Tokenizer:
-    """Write the tokenizer to directory `out` and return it: `pieces` pieces and [MASK].
-
-    Memory is bounded by `sample_bytes`, taken evenly from the start of every unit, or as
-    `languages` says. The same sample gives the same bytes. UserError if it is too small.
+def _train_fast(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, symbols: list[str]
+                ) -> Tokenizer:
+    """Write the tokenizer to directory `out` and return it: its pieces and [MASK]. The same sample
+    gives the same bytes.
     """
-    out = Path(out)
-    if out.suffix in (".model", ".json") or out.is_file():
-        raise UserError(f"{out}: --kind {kind} writes a directory; give the name of one")
-    check_directory(out)
-    if choices.keep_white_space and kind != "byte_bpe":
+    kind, pieces = wanted.kind, wanted.vocab_size
+    if wanted.keep_white_space and kind != "byte_bpe":
         raise UserError(f"--kind {kind} keeps no white space; take unigram or byte_bpe")
-    fast, trainer = _untrained(kind, pieces, choices)
-    sample = list(_shown(sample_texts(units, sample_bytes, read, languages, max_bad,
-                                      is_raw=choices.keep_white_space), sample_bytes))
+    fast, trainer = _untrained(wanted)
+    texts = list(sample)
     if kind != "byte_bpe":
-        alphabet = _alphabet(sample, character_coverage) + ([SPACE_MARK] if kind == "bpe" else [])
+        alphabet = _alphabet(texts, wanted.character_coverage) + [SPACE_MARK] * (kind == "bpe")
         trainer.initial_alphabet, trainer.limit_alphabet = alphabet, len(alphabet)
     if kind == "wordpiece":  # else their ids come in an order that differs from run to run
         trainer.special_tokens = [*SPECIAL_PIECES, *(f"##{character}" for character in alphabet)]
     with still_at_work(lambda: f"training {pieces:,} subwords"):
-        fast.train_from_iterator(sample, trainer)
+        fast.train_from_iterator(texts, trainer)
     made = fast.get_vocab_size()
     if made != pieces:
         remedy = f"fewer with --vocab_size {made}, or give more text" if made < pieces else \
@@ -312,32 +342,22 @@ def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces:
     parts["added_tokens"].append(special_token(MASK_PIECE, pieces, is_mask=True))
     parts["added_tokens"] += [special_token(symbol, number, False) | {"special": False}
                               for number, symbol in enumerate(symbols, pieces + 1)]
-    write_atomic(out / JSON, json.dumps(parts, ensure_ascii=False) + "\n")
-    write_tokenizer_json(Tokenizer(out / JSON), out)
-    return Tokenizer(out)
+    return publish(parts, {}, out)
 
 
-def check_directory(out: Path) -> None:
-    """UserError if a directory holds another tokenizer, which would be read or mixed with one of
-    tokenizer.json.
-    """
-    for name in (*itertools.chain(*FORMS), *OTHER_MODELS):
-        if name != JSON and (out / name).exists():
-            raise UserError(f"{out}: holds another tokenizer ({name}); give another directory")
-
-
-def _untrained(kind: str, pieces: int, choices: TokenizerRecipe):
-    rules = [normalizers.NFKC()] if choices.normalization else []
-    if choices.keep_white_space:
+def _untrained(wanted: TokenizerRecipe):
+    rules = [normalizers.NFKC()] if wanted.normalization else []
+    if wanted.keep_white_space:
         rules = rules or [normalizers.NFC()]
     else:
-        ends = normalization.LAST_SPACE if kind == "bpe" else None
+        ends = normalization.LAST_SPACE if wanted.kind == "bpe" else None
         rules = [*normalization.plain_spaces(), *normalization.characters(), *rules,
                  *normalization.single_spaces(ends)]
-    rules += [normalizers.Lowercase()] if choices.lower_case else []
-    options: dict[str, Any] = {"vocab_size": pieces, "show_progress": sys.stderr.isatty(),
+    rules += [normalizers.Lowercase()] if wanted.lower_case else []
+    options: dict[str, Any] = {"vocab_size": wanted.vocab_size,
+                               "show_progress": sys.stderr.isatty(),
                                "special_tokens": list(SPECIAL_PIECES)}
-    if kind == "wordpiece":
+    if wanted.kind == "wordpiece":
         fast = tokenizers.Tokenizer(models.WordPiece(
             unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
         rules.append(normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=True,
@@ -347,7 +367,7 @@ def _untrained(kind: str, pieces: int, choices: TokenizerRecipe):
             pre_tokenizers.BertPreTokenizer()])
         fast.decoder = decoders.WordPiece(prefix="##", cleanup=False)
         trainer = trainers.WordPieceTrainer(**options)
-    elif kind == "byte_bpe":
+    elif wanted.kind == "byte_bpe":
         fast = tokenizers.Tokenizer(models.BPE())
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         fast.decoder = decoders.ByteLevel()
@@ -361,7 +381,7 @@ def _untrained(kind: str, pieces: int, choices: TokenizerRecipe):
         fast.decoder = normalization.decoder()
         trainer = trainers.BpeTrainer(**options)
     fast.normalizer = normalizers.Sequence(rules)
-    if choices.split_digits:
+    if wanted.split_digits:
         fast.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True), fast.pre_tokenizer])
     return fast, trainer

@@ -25,6 +25,7 @@ from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.filter_rules import FilterRules
 from deberta_ds.corpus.filters import try_filters
 from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
 
@@ -93,7 +94,7 @@ def test_an_input_that_changes_while_it_is_read_is_named(tmp_path, change):
     """Two states of a file were mixed: "60,000 documents, nothing was left out"."""
     path, model = tmp_path / "text.jsonl", tmp_path / "spm.model"
     commands = {**COMMANDS, "train": lambda units, out: train_tokenizer(
-        units, model, pieces=400, sample_bytes=1 << 16, read=READ, threads=1)}
+        units, model, TokenizerRecipe(vocab_size=400, sample_bytes=1 << 16), read=READ)}
     for name, command in commands.items():
         path.write_bytes(LINES)
         units, times = plan_units([str(path)], READ), os.stat(path)

@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 import zstandard
 from data_helpers import (
+    READ,
     random_documents,
     stored_texts,
     tokenize,
@@ -31,10 +32,11 @@ from deberta_ds.corpus.encode import CleanOptions, encode_joined
 from deberta_ds.corpus.inputs import open_bytes
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.stats import corpus_stats, stats_text
 from deberta_ds.corpus.takedown import take_down
 from deberta_ds.corpus.tokenize import tokenize_corpus
-from deberta_ds.corpus.train_tokenizer import train_fast, train_tokenizer
+from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.text import ENCODE_CHARACTERS
@@ -170,11 +172,11 @@ def test_an_input_is_named_once(tmp_path):
 
 def test_a_tokenizer_is_not_trained_on_nothing_or_over_something(tmp_path):
     path = written(tmp_path / "text.jsonl", random_documents(200))
-    recipe = {"pieces": 300, "sample_bytes": 1 << 20, "read": ReadOptions()}
-    units = plan_units([str(path)], recipe["read"])
+    units = plan_units([str(path)], ReadOptions())
 
-    def fast(out, **changes):
-        return train_fast(units, tmp_path / out, kind="byte_bpe", **recipe | changes)
+    def fast(out, read=READ, **options):
+        return train_tokenizer(units, tmp_path / out, TokenizerRecipe(
+            kind="byte_bpe", vocab_size=300), read=read, **options)
 
     with pytest.raises(UserError, match=r"text.jsonl:1: no string under 'body'"):
         fast("wrong", read=ReadOptions(text_key="body"))
@@ -188,7 +190,7 @@ def test_a_tokenizer_is_not_trained_on_nothing_or_over_something(tmp_path):
     for out, message in ((tmp_path, "is one file; name it"), ("", "is one file; name it"),
                          (path, "is one of the inputs")):
         with pytest.raises(UserError, match=message):
-            train_tokenizer(units, out, threads=1, **recipe)
+            train_tokenizer(units, out, TokenizerRecipe(vocab_size=300), read=READ)
     assert len(read(path)) == 200
 
 
@@ -196,8 +198,8 @@ def test_a_tokenizer_is_not_trained_on_nothing_or_over_something(tmp_path):
 def test_a_long_document_of_words_is_not_cut(tmp_path, kind, pieces):
     words = [re.sub(r"[^\w ]", "", text) for text in random_documents(400)]
     path = written(tmp_path / "text.jsonl", words)
-    tokenizer = train_fast(plan_units([str(path)], ReadOptions()), tmp_path / kind, kind=kind,
-                           pieces=pieces, sample_bytes=1 << 20, read=ReadOptions())
+    tokenizer = train_tokenizer(plan_units([str(path)], READ), tmp_path / kind,
+                                TokenizerRecipe(kind=kind, vocab_size=pieces), read=READ)
     text = " ".join(words)
     text = " ".join([text] * (2 * ENCODE_CHARACTERS // len(text) + 2))
     ids, lengths, owners = encode_joined(tokenizer, [text, "short"])
@@ -212,8 +214,8 @@ def test_characters_are_what_they_were_after_a_takedown(tmp_path):
                             for i, text in enumerate(texts)))
     options = ReadOptions(id_key="id")
     units = plan_units([str(path)], options)
-    tokenizer = train_fast(units, tmp_path / "wp", kind="wordpiece", pieces=104,
-                           sample_bytes=1 << 20, read=options)
+    tokenizer = train_tokenizer(units, tmp_path / "wp", TokenizerRecipe(
+        kind="wordpiece", vocab_size=104), read=options)
     tokenize_corpus(units, tmp_path / "corpus", tokenizer, read=options, clean=CleanOptions())
     pack_corpus(tmp_path / "corpus", tokenizer, 16)
     take_down(tmp_path / "corpus", [str(i) for i in range(1, 60)], tmp_path / "less", tokenizer)

@@ -31,6 +31,7 @@ from deberta_ds.corpus.docstrings import (
 )
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.stats import corpus_stats, stats_text
 from deberta_ds.corpus.train_tokenizer import languages_of, sample_texts, train_tokenizer
 from deberta_ds.data.corpus import Corpus
@@ -52,16 +53,16 @@ def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
     path.write_text("\n".join(random_documents(200)), encoding="utf-8")
     read = ReadOptions(documents="line")
     units = plan_units([str(path)], read)
-    tokenizer = train_tokenizer(units, tmp_path / "spm.model", pieces=400, sample_bytes=1 << 20,
-                                read=read, threads=1)
+    tokenizer = train_tokenizer(units, tmp_path / "spm.model", TokenizerRecipe(vocab_size=400),
+                                read=read)
     assert tokenizer.mask_id == 400
     for text in SENTENCES:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     for pieces, words in ((100_000, r"cannot make 100,000 pieces.*--vocab_size \d+, or give more"),
                           (270, r"its characters alone are \d+: ask for more with --vocab_size")):
         with pytest.raises(UserError, match=words) as refused:
-            train_tokenizer(units, tmp_path / "x.model", pieces=pieces, sample_bytes=1 << 20,
-                            read=read, threads=1)
+            train_tokenizer(units, tmp_path / "x.model", TokenizerRecipe(vocab_size=pieces),
+                            read=read)
         assert "INTERNAL" not in str(refused.value)
     assert not (tmp_path / "x.model").exists()
 
@@ -74,8 +75,8 @@ def test_a_word_has_the_same_ids_wherever_it_stands(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("\n".join(" ".join(words[n : n + 20]) for n in range(0, len(words), 20)))
     read = ReadOptions(documents="line")
-    tokenizer = train_tokenizer(plan_units([str(path)], read), tmp_path / "spm.model", pieces=700,
-                                sample_bytes=1 << 20, read=read, threads=1)
+    tokenizer = train_tokenizer(plan_units([str(path)], read), tmp_path / "spm.model",
+                                TokenizerRecipe(vocab_size=700), read=read)
     ids = tokenizer.encode(" ".join(words))
     assert ids == [number for word in words for number in tokenizer.encode(word)]
     exported = tokenizers.Tokenizer.from_str(build_tokenizer_json(tokenizer))
@@ -88,7 +89,7 @@ def test_a_bad_document_of_the_sample_is_named_as_elsewhere(tmp_path):
     path.write_text('{"text": "a b c"}\n{"texd": "x"}\n')
     with pytest.raises(UserError, match=r"^\S*bad.jsonl:2: no string under 'text' .found: texd."):
         train_tokenizer(plan_units([str(path)], ReadOptions()), tmp_path / "spm.model",
-                        pieces=400, sample_bytes=1 << 20, read=ReadOptions(), threads=1)
+                        TokenizerRecipe(vocab_size=400), read=ReadOptions())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.3])

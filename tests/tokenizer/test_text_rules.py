@@ -8,6 +8,7 @@ import tokenizers
 from data_helpers import SENTENCES, random_documents
 
 from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.evaluate.fill_mask import encode_with_masks
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
@@ -35,8 +36,7 @@ def tokenizer(tmp_path_factory):
     (directory / "text.txt").write_text("\n".join(random_documents(60)), encoding="utf-8")
     read = ReadOptions(documents="line")
     return train_tokenizer(plan_units([str(directory / "text.txt")], read),
-                           directory / "spm.model", pieces=400, sample_bytes=1 << 20, read=read,
-                           threads=1)
+                           directory / "spm.model", TokenizerRecipe(vocab_size=400), read=read)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.corpus import encode
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
-from deberta_ds.corpus.train_tokenizer import train_fast
+from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, write_tokenizer_files
@@ -36,8 +37,8 @@ def test_unknown_pieces_are_said(tmp_path, capsys):
         (tmp_path / f"{name}.txt").write_text(written)
     known, other = (plan_units([str(tmp_path / f"{name}.txt")], READ)
                     for name in ("known", "other"))
-    tokenizer = train_fast(known, tmp_path / "tokenizer", kind="wordpiece", pieces=12,
-                           sample_bytes=1 << 20, read=READ)
+    tokenizer = train_tokenizer(known, tmp_path / "tokenizer", TokenizerRecipe(
+        kind="wordpiece", vocab_size=12), read=READ)
     (done,) = tokenize_corpus(other, tmp_path / "out", tokenizer, read=READ, clean=CleanOptions(),
                               workers=1).values()
     said = re.search(r"warning: ([\d.]+)% of the tokens are unknown", capsys.readouterr().err)
@@ -54,10 +55,12 @@ def lines(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=list(PIECES))
 def trained(request, lines):
-    units = plan_units([str(lines)], READ, 0)
-    out = lines.parent / request.param
-    return train_fast(units, out, kind=request.param, pieces=PIECES[request.param],
-                      sample_bytes=1 << 20, read=READ, character_coverage=0.99)
+    return train(request.param, lines, lines.parent / request.param)
+
+
+def train(kind, lines, out):
+    wanted = TokenizerRecipe(kind=kind, vocab_size=PIECES[kind], character_coverage=0.99)
+    return train_tokenizer(plan_units([str(lines)], READ), out, wanted, read=READ)
 
 
 def test_trained_kinds_have_our_special_ids_and_our_text_rules(trained, lines):
@@ -71,10 +74,7 @@ def test_trained_kinds_have_our_special_ids_and_our_text_rules(trained, lines):
         if trained.kind != "wordpiece":
             assert trained.decode(ids) == normalise(raw)
             assert trained.unk_id not in ids
-    units = plan_units([str(lines)], READ, 0)
-    again = train_fast(units, lines.parent / "again", kind=trained.path.name,
-                       pieces=PIECES[trained.path.name], sample_bytes=1 << 20, read=READ,
-                       character_coverage=0.99)
+    again = train(trained.path.name, lines, lines.parent / "again")
     assert again.sha256 == trained.sha256
 
 
@@ -82,14 +82,13 @@ def test_too_little_text_and_a_wrong_name_are_one_error(lines, tmp_path):
     units = plan_units([str(lines)], READ, 0)
     for kind, pieces in (("byte_bpe", 30_000), ("wordpiece", 30_000), ("wordpiece", 40)):
         with pytest.raises(UserError, match=f"of {pieces:,} pieces from this sample") as refused:
-            train_fast(units, tmp_path / "t", kind=kind, pieces=pieces, sample_bytes=1 << 20,
-                       read=READ)
+            train_tokenizer(units, tmp_path / "t", TokenizerRecipe(kind=kind, vocab_size=pieces),
+                            read=READ)
         possible = int(re.search(r"--vocab_size (\d+)", str(refused.value))[1])  # the error says it
-        assert train_fast(units, tmp_path / f"{kind}-{pieces}", kind=kind, pieces=possible,
-                          sample_bytes=1 << 20, read=READ).mask_id == possible
+        assert train_tokenizer(units, tmp_path / f"{kind}-{pieces}", TokenizerRecipe(
+            kind=kind, vocab_size=possible), read=READ).mask_id == possible
     with pytest.raises(UserError, match="writes a directory"):
-        train_fast(units, tmp_path / "spm.model", kind="bpe", pieces=500, sample_bytes=1 << 20,
-                   read=READ)
+        train_tokenizer(units, tmp_path / "spm.model", TokenizerRecipe(kind="bpe"), read=READ)
 
 
 def test_missing_special_tokens_are_added_behind_the_others(tmp_path):

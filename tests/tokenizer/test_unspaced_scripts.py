@@ -8,7 +8,8 @@ from transformers import AutoTokenizer
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.quality import find_personal
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.corpus.train_tokenizer import sample_texts, train_fast
+from deberta_ds.corpus.recipe import TokenizerRecipe
+from deberta_ds.corpus.train_tokenizer import sample_texts, train_tokenizer
 
 SYLLABLES = "กา ขี้ คำ งาน จะ ดี ที่ ไม่ มา น้ำ ผู้ เรียน".split()
 
@@ -20,8 +21,9 @@ def test_wordpiece_knows_every_stretch_of_letters(tmp_path):
              for _ in range(200)]
     lines += ["ที่" * 120, "a" * 150]  # 40 letters with their marks are more than 100 characters
     (tmp_path / "a.txt").write_text("\n".join(lines))
-    ours = train_fast(plan_units([str(tmp_path / "a.txt")], read), tmp_path / "out", read=read,
-                      kind="wordpiece", pieces=120, sample_bytes=1 << 20, character_coverage=1.0)
+    wanted = TokenizerRecipe(kind="wordpiece", vocab_size=120, character_coverage=1.0)
+    ours = train_tokenizer(plan_units([str(tmp_path / "a.txt")], read), tmp_path / "out", wanted,
+                           read=read)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert max(map(len, lines)) > 300
     for line in lines:
