@@ -5,7 +5,6 @@ the options that divide them into documents, so any subset of the inputs can be 
 units, and findings of other documents are refused.
 """
 
-import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -15,13 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic, xxh3
-from deberta_ds.base.json_files import parse_json, typed
 from deberta_ds.corpus.documents import Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.identity import check_unchanged
 from deberta_ds.data.corpus import check_file, map_array
-from deberta_ds.data.shards import MANIFEST, save_array
+from deberta_ds.data.shards import MANIFEST, read_checked, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
 FINDINGS_VERSION = 4
@@ -53,36 +51,24 @@ class Findings:
 
     def __init__(self, directory: str | Path):
         """UserError if `directory` holds none, or damaged ones."""
-        self._directory, path = Path(directory), Path(directory) / MANIFEST
-        try:
-            with naming(path):
-                data = path.read_bytes()
-            self._manifest = parse_json(data)
-            if not isinstance(self._manifest, dict):
-                raise ValueError("not a JSON object")
-        except ValueError as error:
-            raise UserError(f"{path}: not finished ({error}); run data_prep/dedup.py or "
-                            "data_prep/decontaminate.py to the end") from error
-        if self._manifest.get("version") != FINDINGS_VERSION:
-            raise UserError(f"{path}: found by another version of this program; {_AGAIN}")
-        try:
-            typed(_Manifest, self._manifest)
-            if missing := _COUNTS[self._manifest["reason"]] - self._manifest["counts"].keys():
-                raise ValueError(f"counts.{min(missing)} is missing")
-        except ValueError as error:
-            raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from None
-        self.reason, self.counts = self._manifest["reason"], self._manifest["counts"]
-        self.content_hash = hashlib.sha256(data).hexdigest()
-        for name, (size, digest) in self._manifest["files"].items():
+        self._directory = Path(directory)
+        self._manifest, self.content_hash = read_checked(
+            directory, _Manifest, FINDINGS_VERSION, "not finished", "run data_prep/dedup.py or "
+            "data_prep/decontaminate.py to the end, or again into a new directory")
+        self.reason, self.counts = self._manifest.reason, self._manifest.counts
+        if missing := _COUNTS[self.reason] - self.counts.keys():
+            raise UserError(f"{self._directory / MANIFEST}: damaged manifest (counts.{min(missing)}"
+                            f" is missing); {_AGAIN}")
+        for name, (size, digest) in self._manifest.files.items():
             check_file(self._directory / f"{name}.npy", size, digest, _AGAIN)
-        self._numbers = {source: number for number, source in enumerate(self._manifest["inputs"])}
+        self._numbers = {source: number for number, source in enumerate(self._manifest.inputs)}
         self._starts = map_array(self._directory / "starts.npy")
         self._places = map_array(self._directory / "places.npy")
 
     def check(self, extents: Iterable[Extent], read: ReadOptions) -> None:
         """UserError unless these inputs, as they are, were searched with the same options."""
-        path, manifest = self._directory / MANIFEST, self._manifest
-        inputs, same_rules = manifest["inputs"], manifest["text_rules"] == TEXT_RULES_VERSION
+        path, inputs = self._directory / MANIFEST, self._manifest.inputs
+        same_rules = self._manifest.text_rules == TEXT_RULES_VERSION
         for extent in extents:
             state, then = inputs.get(extent.source, ("", {}))
             if state != extent.state:
@@ -120,8 +106,7 @@ def finish_findings(out: Path, extents: list[Extent], read: ReadOptions, reason:
 
 
 def _dividing(read: ReadOptions) -> dict:
-    described = read.describe()
-    return {name: described[name] for name in _OPTIONS_THAT_DIVIDE if name in described}
+    return {name: getattr(read, name) for name in _OPTIONS_THAT_DIVIDE}
 
 
 def save_found(out: str, name: str, file: np.ndarray, where: np.ndarray) -> None:

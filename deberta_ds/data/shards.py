@@ -175,7 +175,8 @@ def read_checked(directory: str | Path, form: type, version: int, unfinished: st
             return typed(form, fields), hashlib.sha256(data).hexdigest()
     except ValueError as error:
         raise UserError(f"{path}: damaged manifest ({error}); {remedy}") from error
-    raise UserError(f"{path}: format version {found!r:.40}; this program reads {version}")
+    raise UserError(f"{path}: format version {found!r:.40}, and this program reads {version}; make "
+                    "it again in a new directory, or use the version that made it")
 
 
 def npy_header(dtype: np.dtype, count: int) -> bytes:

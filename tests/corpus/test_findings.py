@@ -53,15 +53,18 @@ def test_empty_documents_alone_have_no_duplicates(tmp_path, near):
     assert counts["exact"] == counts["near"] == 0
 
 
-@pytest.mark.parametrize("damage", [{"counts": {"documents": 3}}, {"reason": "none"},
-                                    {"counts": {"documents": "3", "exact": 0, "near": 0}}])
-def test_findings_without_what_a_reader_needs_are_named(tmp_path, damage):
+@pytest.mark.parametrize(("damage", "message"), [
+    ({"counts": {"documents": 3}}, r"damaged manifest \(counts.exact is missing\); run that search"),
+    ({"reason": "none"}, r"damaged manifest \(reason"),
+    ({"counts": {"documents": "3", "exact": 0, "near": 0}}, r"damaged manifest \(counts.documents"),
+    ({"version": 3}, "format version 3, .* make it again in a new directory")])
+def test_findings_without_what_a_reader_needs_are_named(tmp_path, damage, message):
     write_json_lines(tmp_path / "text.jsonl", ["same text"] * 3)
     units = plan_units([str(tmp_path / "text.jsonl")], READ)
     find_duplicates(units, tmp_path / "found", read=READ)
     path = tmp_path / "found/manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    with pytest.raises(UserError, match=r"found/manifest\.json: damaged \("):
+    with pytest.raises(UserError, match=rf"found/manifest\.json: {message}"):
         find_duplicates(units, tmp_path / "found", read=READ)
 
 
