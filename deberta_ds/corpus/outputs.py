@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, cache_directory
 from deberta_ds.corpus.units import PLAN, Part, under_mpi
 from deberta_ds.data import remote
@@ -52,25 +52,15 @@ def fetch(url: str, *, cache: str = CACHE, names: tuple[str, ...] = ("*",)) -> s
     url = url.rstrip("/")
     key = xxhash.xxh3_64_hexdigest(url.encode())
     local = cache_directory(cache) / "prepared" / key / url.rpartition("/")[2]
-    system, root = remote.file_system(url)
-    for path, size in _sizes(system, root, url).items():
-        name = path[len(root) + 1 :]
+    system, root, found = remote.listed_at(url)
+    for path, info in found.items():
+        name, size = path[len(root) + 1 :], info["size"]
         target = local / name if name else local
         if name.startswith(f"{remote.BLOCKS}/") or not any(fnmatch(name, one) for one in names):
             continue
         if not target.is_file() or target.stat().st_size != size or target.name == MANIFEST:
             _get(system, path, target, size, url)
     return str(local)
-
-
-def _sizes(system, root: str, url: str) -> dict[str, int]:
-    try:
-        return {path: info["size"] for path, info in system.find(root, detail=True).items()}
-    except FileNotFoundError:
-        return {}
-    except Exception as error:  # each file system has errors of its own
-        raise UserError(f"{url}: cannot be listed ({type(error).__name__}: {first_line(error)})"
-                        ) from error
 
 
 def _get(system, path: str, target: Path, size: int, url: str) -> None:
