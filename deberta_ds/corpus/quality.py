@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 import numpy as np
@@ -105,7 +105,7 @@ def gopher(text: Text, rules: filter_rules.GopherRules) -> str:
 
 
 def c4(text: Text, rules: filter_rules.C4Rules) -> str:
-    """C4, section 2.2; the rules for its lines are in `lines.py`."""
+    """C4, section 2.2; the rules for its lines are those of `without_lines`."""
     lowered = text.text.lower()
     for phrase in rules.phrases:
         if phrase.lower() in lowered:
@@ -274,28 +274,21 @@ _IBAN = re.compile(r"(?<![A-Za-z0-9_])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A
 
 def find_personal(text: str, kinds: tuple[str, ...]) -> tuple[str, dict[str, int]]:
     """Return (the text with what was found masked, {kind: how many})."""
-    found = {}
+    found: dict[str, int] = {}
     for kind in kinds:
-        mark, pattern, is_one, mask = _KINDS[kind]
+        mark, pattern, *_ = _KINDS[kind]
         if mark in text:
-            counter = _Masker(is_one, mask)
-            text = pattern.sub(counter, text)
-            if counter.count:
-                found[kind] = counter.count
+            text = pattern.sub(partial(_masked, kind=kind, found=found), text)
     return text, found
 
 
-class _Masker:
-    """The replacement of each match; counts those that are what they look like."""
-
-    def __init__(self, is_one, mask: str):
-        self._is_one, self._mask, self.count = is_one, mask, 0
-
-    def __call__(self, match: re.Match) -> str:
-        if match[0] == self._mask or not self._is_one(match[0]):
-            return match[0]
-        self.count += 1
-        return self._mask
+def _masked(match: re.Match, kind: str, found: dict[str, int]) -> str:
+    """Return the mask of a match that is what it looks like, and count it; the match of another."""
+    *_, is_one, mask = _KINDS[kind]
+    if match[0] == mask or not is_one(match[0]):
+        return match[0]
+    found[kind] = found.get(kind, 0) + 1
+    return mask
 
 
 def _is_public(text: str) -> bool:
