@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import digest, is_own, split
+from deberta_ds.base.own_code import is_own, split
 from deberta_ds.config.options import STRICT, ConfigError, option, validate
 from deberta_ds.config.toml_files import read_toml
 
@@ -154,8 +154,11 @@ def read_rules(path: str | Path) -> FilterRules:
     """Return the rules of a TOML file; functions are found next to it. UserError for a bad one."""
     values = read_toml(path, "filters file", "data_prep/filters/web_en.toml")
     rules = validate(FilterRules, values, str(path))
-    if "language" in rules.use:
-        check_languages(rules.language.keep, f"{path}: language.keep")
+    unknown = sorted({*rules.language.keep} - {*_identifier().labels}
+                     ) if "language" in rules.use else []
+    if unknown:
+        raise UserError(f"{path}: language.keep: {', '.join(map(repr, unknown))}: not known; known "
+                        f"are {' '.join(sorted(_identifier().labels))}")
     here = Path(path).resolve().parent
     found = []
     for name in rules.functions:
@@ -168,24 +171,10 @@ def read_rules(path: str | Path) -> FilterRules:
     return validate(FilterRules, values | {"functions": found}, str(path))
 
 
-def function_digests(rules: FilterRules) -> list[str]:
-    """Return name and sha256 of each function's file: a job is of other filters once one changes.
-    """
-    return [f"{Path(name).name} {digest('functions', name)}" for name in rules.functions]
-
-
 def language_of(text: str) -> tuple[str, float]:
     """Return (ISO 639-1 code, probability); UserError where py3langid is not installed."""
     code, probability = _identifier().classify(text)
     return code, float(probability)
-
-
-def check_languages(codes: tuple[str, ...], place: str) -> None:
-    """UserError, which begins with `place`, unless all codes are known."""
-    unknown = sorted(set(codes) - set(_identifier().labels))
-    if unknown:
-        raise UserError(f"{place}: {', '.join(map(repr, unknown))}: not known; known are "
-                        f"{' '.join(sorted(_identifier().labels))}")
 
 
 @cache

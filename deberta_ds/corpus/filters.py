@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +21,11 @@ from deberta_ds.base.command_line import find
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
-from deberta_ds.base.own_code import OwnCodeError, call, load, short_name
+from deberta_ds.base.own_code import OwnCodeError, call, digest, load, short_name
 from deberta_ds.corpus import quality
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.encode import token_count
-from deberta_ds.corpus.filter_rules import FilterRules, function_digests, language_of
+from deberta_ds.corpus.filter_rules import FilterRules, language_of
 from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
 from deberta_ds.corpus.quality import Text, find_personal, without_lines
 from deberta_ds.corpus.readers import read_unit
@@ -78,15 +78,7 @@ def _judge(name: str, rule, rules, verdict: Verdict) -> Verdict:
     return verdict._replace(reason=f"{name}: {reason}") if reason else verdict
 
 
-_last: tuple[str, Text] = ("", Text(""))
-
-
-def _text(text: str) -> Text:
-    """Return the text's words and lines, those of the rule before if it has not changed it."""
-    global _last
-    if _last[0] is not text:
-        _last = (text, Text(text))
-    return _last[1]
+_text = lru_cache(maxsize=1)(Text)  # the rules of a document share its words and lines
 
 
 def _language(rules, verdict: Verdict) -> Verdict:
@@ -190,7 +182,7 @@ def try_filters(planned: list[list[Extent]], out: str | Path, rules: FilterRules
     """
     filters_of(rules)  # a bad function or language is said before any work
     units = identified(planned, out, part)
-    description = {"version": _TRY_VERSION, "read": read.describe(), "filters": describe(rules),
+    description = {"version": _TRY_VERSION, "read": asdict(read), "filters": describe(rules),
                    "tokenizer": Tokenizer(tokenizer).sha256 if tokenizer else ""}
     with job(out, description, finished=REPORT, part=part, units=units) as is_done:
         if not is_done:
@@ -218,7 +210,8 @@ def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules, token
 
 def describe(rules: FilterRules) -> dict:
     """Return what ties a job to its filters: all values, and the contents of its functions."""
-    return asdict(rules) | {"functions": function_digests(rules)}
+    return asdict(rules) | {"functions": [f"{Path(name).name} {digest('functions', name)}"
+                                          for name in rules.functions]}
 
 
 def write_report(out: str | Path, rules: FilterRules, total: Tally,
@@ -257,7 +250,4 @@ def _text_of(report: dict) -> str:
     return json.dumps(json.loads(text), indent=1) + "\n"
 
 
-@cache
-def filters_of(rules: FilterRules) -> Filters:
-    """Return the filters of this process."""
-    return Filters(rules)
+filters_of = cache(Filters)  # of this process
