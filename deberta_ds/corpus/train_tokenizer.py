@@ -74,15 +74,10 @@ def _evenly(units: list[list[Extent]], read: ReadOptions, sample_bytes: int, cle
             ) -> Iterator[str]:
     quota, spent = sample_bytes / len(units), 0.0
     for number, unit in enumerate(units):
-        allowed = (number + 1) * quota
-        for document in read_unit(unit, read):
-            if spent >= allowed:
-                break
-            for piece in _pieces(cleaner.texts([document])[0]):  # a document may be a whole file
-                if spent >= allowed:
-                    break
-                spent += len(piece.encode())
-                yield piece
+        pieces = _pieces(unit, read, cleaner)
+        while spent < (number + 1) * quota and (found := next(pieces, None)):
+            spent += len(found[1].encode())
+            yield found[1]
 
 
 def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int,
@@ -135,20 +130,21 @@ def _by_language(units: list[list[Extent]], read: ReadOptions, languages: Langua
                  cleaner: Cleaner) -> Iterator[str]:
     left = {label: list(counts) for label, counts in languages.items()}
     seeds = {label: xxhash.xxh3_64_intdigest(label.encode()) for label in languages}
-    number = 0
-    for document in (document for unit in units for document in read_unit(unit, read)):
-        for piece in _pieces(cleaner.texts([document])[0]):
-            there, wanted = left[document.label]
-            chance = mix64(seeds[document.label] + number) / 2**64
-            copies = int(max(0.0, wanted / there) + chance)
-            left[document.label] = [there - len(piece), wanted - copies * len(piece)]
-            number += 1
-            yield from [piece] * copies
+    pieces = itertools.chain.from_iterable(_pieces(unit, read, cleaner) for unit in units)
+    for number, (label, piece) in enumerate(pieces):
+        there, wanted = left[label]
+        chance = mix64(seeds[label] + number) / 2**64
+        copies = int(max(0.0, wanted / there) + chance)
+        left[label] = [there - len(piece), wanted - copies * len(piece)]
+        yield from [piece] * copies
 
 
-def _pieces(text: str) -> Iterator[str]:
-    return (text[start : start + SENTENCE_CHARACTERS]
-            for start in range(0, len(text), SENTENCE_CHARACTERS))
+def _pieces(unit: list[Extent], read: ReadOptions, cleaner: Cleaner) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of the documents of a unit, cut as SentencePiece takes them."""
+    for document in read_unit(unit, read):  # which may be a whole file
+        text = cleaner.texts([document])[0]
+        for start in range(0, len(text), SENTENCE_CHARACTERS):
+            yield document.label, text[start : start + SENTENCE_CHARACTERS]
 
 
 # In SentencePiece's messages.
