@@ -68,7 +68,7 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
         [extents_of(plan_units(against, ReadOptions()))], out).items()
     kinds = {extent.path: extent.kind for extent in evaluation}  # a large file has many extents
     units = identified(planned, out, part)
-    description = {"version": FINDINGS_VERSION, "read": read.describe(),
+    description = {"version": FINDINGS_VERSION, "read": asdict(read),
                    "text_rules": TEXT_RULES_VERSION, "against": against_digest, "words": words}
     with job(out, description, finished=MANIFEST, part=part, units=units) as is_done:
         if not is_done:

@@ -1,4 +1,4 @@
-"""Find duplicate documents out of core: exact ones by hash, near ones by their 5-grams (near.py).
+"""Find duplicate documents out of core: exact ones by hash, near ones by their 5-grams.
 
 Stage "hash": each work unit writes tables of at most PART_DOCUMENTS documents: 128-bit hashes of
 the normalised texts, sorted; for near duplicates also signatures, sketches and band keys. Stage
@@ -14,6 +14,8 @@ call over all of them.
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from deberta_ds.corpus.findings import (
     save_found,
 )
 from deberta_ds.corpus.identity import Part, digest_of, extents_of, identified
-from deberta_ds.corpus.readers import joined, read_unit
+from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
@@ -150,7 +152,7 @@ def find_duplicates(planned: list[list[Extent]], out: str | Path, *, read: ReadO
     out = Path(out)
     bands = near_bands(near_threshold) if near_threshold else (0, 0)
     units = identified(planned, out, part)
-    description = {"version": FINDINGS_VERSION, "read": read.describe(),
+    description = {"version": FINDINGS_VERSION, "read": asdict(read),
                    "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold,
                    "bands": list(bands)}
     with job(out, description, finished=MANIFEST, part=part, units=units) as is_done:
@@ -216,12 +218,15 @@ def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands:
         rows.clear()
         signed.clear()
 
-    for source, where, text in _texts(unit, read):
+    for document in read_unit(unit, read):
         total += 1
+        text = ""
+        with suppress(BadTextError):  # tokenize_corpus will complain, as of an unreadable document
+            text = normalise(document.text)
         if not text:
             continue
         digest = xxhash.xxh3_128_intdigest(text.encode())
-        rows.append((digest >> 64, digest & (1 << 64) - 1, numbers[source], where))
+        rows.append((digest >> 64, digest & (1 << 64) - 1, numbers[document.path], document.where))
         if sign:
             signed.append(sign(text))
         if len(rows) == PART_DOCUMENTS:
@@ -316,19 +321,6 @@ class _Documents:
             self.places[here] = map_array(_table(out, "places", name))[wanted]
             self.places["file"][here] = np.array(files)[self.places["file"][here]]
             done += len(wanted)
-
-
-def _texts(unit: list[Extent], read: ReadOptions) -> Iterator[tuple[str, int, str]]:
-    """Yield (source, place, normalised text; "" where tokenize_corpus will complain)."""
-    for extent in joined(unit):
-        for document in read_unit([extent], read):
-            text = ""
-            if not document.problem:
-                try:
-                    text = normalise(document.text)
-                except BadTextError:
-                    pass
-            yield extent.source, document.where, text
 
 
 def _bucket_parts(out: str, kind: str, tables: list[Table], bucket: int, count: int

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import xxhash
@@ -34,9 +34,9 @@ from deberta_ds.corpus.inputs import (
 from deberta_ds.corpus.tables import TABLE_KINDS
 from deberta_ds.data.remote import file_system
 
-TEXT_SUFFIXES = (".txt", ".md", ".text")
-WARC_SUFFIXES = (".warc", ".wet")
-_KNOWN = " ".join((*TEXT_SUFFIXES, *WARC_SUFFIXES, *TABLE_KINDS))
+# Suffix: kind, as of readers.read_unit.
+_KINDS = {".txt": "text", ".md": "text", ".text": "text", ".warc": "warc", ".wet": "warc",
+          **TABLE_KINDS}
 BAD = "bad"  # the kind of a file that is left out; its state says why
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
 
@@ -54,10 +54,6 @@ class ReadOptions:
     max_document_bytes: int = 1 << 26
     id_key: str = ""
     extract_html: bool = False
-
-    def describe(self) -> dict:
-        """Return what ties a job to these options."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,9 @@ class Extent:
 
 
 class Document(NamedTuple):  # made in a third of a dataclass's time, once a document
-    """One raw document. `where`: its byte offset or row. `problem`: why it cannot be read."""
+    """One raw document. `path`: the source of its extent. `where`: its byte offset or row there.
+    `problem`: why it cannot be read; there is no text then.
+    """
 
     text: str
     path: str
@@ -190,8 +188,9 @@ def _whole_inputs(name: str, options: ReadOptions, skipped: list[str]
     for path, size, state in found:
         kind = input_kind(path)
         if kind is None and path == name:
-            raise UserError(f"{path}: unknown kind of file; known are {_KNOWN}, each also with "
-                            f"{' '.join(COMPRESSED_SUFFIXES)}; rename plain text, convert others")
+            raise UserError(f"{path}: unknown kind of file; known are {' '.join(_KINDS)}, each "
+                            f"also with {' '.join(COMPRESSED_SUFFIXES)}; rename plain text, convert"
+                            " others")
         if kind is None:
             skipped.append(path)
         else:
@@ -284,12 +283,8 @@ def _remote_state(detail: dict) -> str:
 
 
 def input_kind(path: str) -> str | None:
-    """Return the kind of an input by its suffix (a key of readers.read_unit), None if unknown."""
-    suffix = suffix_of(path)
-    for kind, suffixes in (("text", TEXT_SUFFIXES), ("warc", WARC_SUFFIXES)):
-        if suffix in suffixes:
-            return kind
-    return TABLE_KINDS.get(suffix)
+    """Return the kind of an input by its suffix, None if unknown."""
+    return _KINDS.get(suffix_of(path))
 
 
 def split(extent: Extent, size: int, limit: int, options: ReadOptions

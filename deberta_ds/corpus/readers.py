@@ -26,7 +26,7 @@ def read_unit(unit: list[Extent], read: ReadOptions) -> Iterator[Document]:
     """Yield the documents of one unit in order; unreadable ones have `problem` set. `read`: how the
     extents are read that do not say so themselves.
     """
-    for extent in joined(unit):
+    for extent in _joined(unit):
         options = extent.read or read
         with naming(extent.path):
             if extent.kind == "json" and is_json_list(extent.path):
@@ -38,7 +38,7 @@ def read_unit(unit: list[Extent], read: ReadOptions) -> Iterator[Document]:
         check_unchanged([extent])
 
 
-def joined(unit: list[Extent]) -> Iterator[Extent]:
+def _joined(unit: list[Extent]) -> Iterator[Extent]:
     """Yield the extents of a unit, row groups of a parquet file that follow each other as one: each
     reading of its footer takes as long as all of its groups are many.
     """

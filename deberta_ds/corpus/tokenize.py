@@ -36,7 +36,7 @@ from deberta_ds.corpus.filters import Tally, describe, filters_of, write_report
 from deberta_ds.corpus.findings import Findings
 from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
 from deberta_ds.corpus.origins import DIRECTORY, OriginWriter, write_origins_manifest
-from deberta_ds.corpus.readers import joined, read_unit
+from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import MARKERS, job, run_units
 from deberta_ds.data.shards import (
     MANIFEST,
@@ -153,7 +153,7 @@ def _description(tokenizer: Tokenizer, read: ReadOptions,
     """Return what an earlier run's parts must have been made with to be kept."""
     description = {
         "version": JOB_VERSION,
-        "tokenizer": tokenizer.sha256, "read": read.describe(),
+        "tokenizer": tokenizer.sha256, "read": asdict(read),
         "clean": asdict(clean) | {"max_bad": 0},  # decides at the end: a higher one goes on
         "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
         "heldout_share": share,
@@ -226,22 +226,22 @@ def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[tuple[str, st
             tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield the documents of one unit but those that searches found or filters drop."""
     searches = [_findings(*found) for found in leave_out]
-    for extent in joined(unit):
-        if not searches and not filters:
-            yield from read_unit([extent], read)
-            continue
-        for document in read_unit([extent], read):
-            reason = next((search.reason for search in searches if search.has(
-                extent.source, document.where)), "")
-            if not reason and filters and tally and not document.problem:
-                verdict = filters_of(filters)(document)
-                tally.add(document, verdict, token_count(tokenizer, document.text))
-                reason = "filtered" if verdict.reason else ""
-                document = document._replace(text=verdict.text, label=verdict.label)
-            if reason:
-                counts[reason] += 1
-            else:
-                yield document
+    documents = read_unit(unit, read)
+    if not searches and not filters:
+        yield from documents
+        return
+    for document in documents:
+        reason = next((search.reason for search in searches if search.has(
+            document.path, document.where)), "")
+        if not reason and filters and tally and not document.problem:
+            verdict = filters_of(filters)(document)
+            tally.add(document, verdict, token_count(tokenizer, document.text))
+            reason = "filtered" if verdict.reason else ""
+            document = document._replace(text=verdict.text, label=verdict.label)
+        if reason:
+            counts[reason] += 1
+        else:
+            yield document
 
 
 def is_held_out(text: str, share: float) -> bool:
@@ -251,24 +251,22 @@ def is_held_out(text: str, share: float) -> bool:
 
 def _write_manifests(results: list[dict], targets: list[str], tokenizer: Tokenizer,
                      bad_files: Mapping[str, str]) -> None:
-    for number, target in reversed(list(enumerate(targets))):
+    for side, target in reversed(list(enumerate(targets))):
         write_origins_manifest(target, {
-            name: file for result in results for name, file in result["origins"][number].items()},
+            name: file for result in results for name, file in result["origins"][side].items()},
             bad_files)
-        manifest = _manifest(results, target == targets[0], tokenizer)
+        manifest = _manifest(results, side, tokenizer)
         if bad_files:
             manifest.counts["bad_files"] = len(bad_files)
         write_manifest(target, manifest)
 
 
-def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manifest:
-    target = 0 if is_main else 1
-    shards = tuple(ShardInfo(**info) for result in results for info in result["shards"][target])
+def _manifest(results: list[dict], side: int, tokenizer: Tokenizer) -> Manifest:
+    shards = tuple(ShardInfo(**info) for result in results for info in result["shards"][side])
     labels: dict[str, list[int]] = {}
     for result in results:
-        for label, (documents, characters, tokens) in result["labels"][target].items():
-            total = labels.setdefault(label, [0, 0, 0])
-            labels[label] = [total[0] + documents, total[1] + characters, total[2] + tokens]
+        for label, row in result["labels"][side].items():
+            labels[label] = [a + b for a, b in zip(labels.get(label, [0, 0, 0]), row, strict=True)]
     counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
     counts |= {"documents": sum(shard.documents for shard in shards),
                "characters": sum(row[1] for row in labels.values()),

@@ -58,7 +58,7 @@ def test_pages_become_their_main_text_only_if_asked(tmp_path):
     found = read(path, b"".join([INFO, *PAGES, *TEXTS]), extract_html=True)
     assert [d.text for d in found] == [
         "Grüße an alle, in a paragraph that is long enough.", "Grüße\nan alle", "second"]
-    assert ReadOptions().describe()["extract_html"] is False
+    assert not ReadOptions().extract_html
 
 
 @pytest.mark.parametrize("data, message", [
