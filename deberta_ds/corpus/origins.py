@@ -59,16 +59,14 @@ class OriginWriter:
         self._table = pq.ParquetWriter(self._file, _SCHEMA, compression="zstd")
         self._pending: list[list] = [[] for _ in _SCHEMA]
 
-    def append(self, origin: Origin) -> None:
-        self._extend([[value] for value in origin])
+    def add(self, documents: list[Document], characters: list[int]) -> None:
+        self.extend([[document.path for document in documents],
+                     [document.where for document in documents],
+                     [document.id for document in documents],
+                     [document.label for document in documents], characters])
 
-    def extend(self, documents: list[Document], characters: list[int]) -> None:
-        self._extend([[document.path for document in documents],
-                      [document.where for document in documents],
-                      [document.id for document in documents],
-                      [document.label for document in documents], characters])
-
-    def _extend(self, columns: list[list]) -> None:
+    def extend(self, columns: list[list]) -> None:
+        """Add documents; `columns`: those of the file."""
         for pending, column in zip(self._pending, columns, strict=True):
             pending += column
         while len(self._pending[0]) >= _GROUP_DOCUMENTS:

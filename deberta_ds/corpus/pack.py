@@ -13,6 +13,7 @@ from deberta_ds.data.corpus import Corpus, open_shard
 from deberta_ds.data.shards import (
     MANIFEST,
     PACKER_VERSION,
+    Manifest,
     RowShardInfo,
     RowsManifest,
     ShardInfo,
@@ -31,11 +32,7 @@ MIN_SEQ_LEN = 8
 def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1,
                 part: Part = None) -> RowsManifest | None:
     """Write rows-L of `corpus`, unless they are complete; return its manifest, None for a part."""
-    manifest, content_hash = read_manifest(corpus)
-    if manifest.tokenizer_sha256 != tokenizer.sha256:
-        raise UserError(
-            f"{corpus}: made with tokenizer {manifest.tokenizer_sha256[:16]}..., not with "
-            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own tokenizer")
+    manifest, content_hash = manifest_of(corpus, tokenizer)
     if seq_len < MIN_SEQ_LEN:
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
     directory = rows_directory(corpus, seq_len)
@@ -67,6 +64,21 @@ def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, worke
     return read_rows_manifest(directory)[0]
 
 
+def manifest_of(corpus: str | Path, tokenizer: Tokenizer) -> tuple[Manifest, str]:
+    """Return (manifest, content hash); UserError if another tokenizer has made the corpus."""
+    manifest, content_hash = read_manifest(corpus)
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        raise UserError(
+            f"{corpus}: made with tokenizer {manifest.tokenizer_sha256[:16]}..., not with "
+            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own tokenizer")
+    return manifest, content_hash
+
+
+def packed_lengths(corpus: str | Path) -> list[int]:
+    """Return the sequence lengths that a corpus is packed for."""
+    return sorted(int(plan.parent.name[5:]) for plan in Corpus.row_plans(corpus))
+
+
 def plan_description(content_hash: str, seq_len: int) -> dict:
     """Return what decides a row plan: the corpus, the length and the packer."""
     return {"corpus": content_hash, "seq_len": seq_len, "packer_version": PACKER_VERSION}
@@ -95,7 +107,7 @@ def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> li
     `mode` as of Corpus.verify. `tokenizer_sha256`: of the tokenizer that it must be made with.
     """
     read_manifest(path)
-    lengths = sorted(int(plan.parent.name[5:]) for plan in Corpus.row_plans(path))
+    lengths = packed_lengths(path)
     if not lengths:
         raise UserError(f"{path}: no finished sequence plan; run data_prep/pack.py")
     lines = []

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.encode import left_out
-from deberta_ds.data.corpus import Corpus, open_shard
-from deberta_ds.data.shards import Manifest, read_manifest, read_rows_manifest
+from deberta_ds.corpus.pack import manifest_of, packed_lengths
+from deberta_ds.data.corpus import open_shard
+from deberta_ds.data.shards import Manifest, read_rows_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer, unknown_pieces
 
 _CHUNK_TOKENS = 1 << 18
@@ -35,10 +35,7 @@ class CorpusStats:
 
 def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
     """Return the figures of the corpus at `path`; reads every shard once, in bounded memory."""
-    manifest, _ = read_manifest(path)
-    if manifest.tokenizer_sha256 != tokenizer.sha256:
-        raise UserError(f"{path}: made with another tokenizer than {tokenizer.path}; give the "
-                        "corpus's own tokenizer")
+    manifest, _ = manifest_of(path, tokenizer)
     lengths, frequencies = np.zeros(40, np.int64), np.zeros(2 * tokenizer.size, np.int64)
     longest = 0
     for shard in manifest.shards:
@@ -50,8 +47,8 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
             chunk = tokens[start : start + _CHUNK_TOKENS]
             frequencies += np.bincount(chunk, minlength=len(frequencies))
     plans = []
-    for plan_path in Corpus.row_plans(path):
-        plan, _ = read_rows_manifest(plan_path.parent)
+    for seq_len in packed_lengths(path):
+        plan, _ = read_rows_manifest(rows_directory(path, seq_len))
         rows = sum(shard.rows for shard in plan.shards)
         pieces = sum(shard.pieces for shard in plan.shards)
         used = sum(shard.tokens for shard in plan.shards) + 2 * pieces
@@ -59,7 +56,7 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
         plans.append((plan.seq_len, rows, fill, pieces / max(1, rows), plan.hard_cuts))
     starts = int(frequencies[tokenizer.stored_word_starts()].sum())
     frequencies = frequencies.reshape(2, -1).sum(0)
-    return CorpusStats(str(path), manifest, lengths, frequencies, sorted(plans), longest, starts)
+    return CorpusStats(str(path), manifest, lengths, frequencies, plans, longest, starts)
 
 
 def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:

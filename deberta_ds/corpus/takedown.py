@@ -7,7 +7,6 @@ differs, so a run notices that its rows have changed.
 
 import hashlib
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,15 +16,14 @@ import pyarrow as pa
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import link
 from deberta_ds.corpus.origins import (
-    Origin,
     Origins,
     OriginWriter,
     origins_path,
     write_origins_manifest,
 )
-from deberta_ds.corpus.pack import pack_shard, plan_description
+from deberta_ds.corpus.pack import manifest_of, pack_shard, packed_lengths, plan_description
 from deberta_ds.corpus.units import job, run_units, write_plan
-from deberta_ds.data.corpus import Corpus, open_shard
+from deberta_ds.data.corpus import open_shard
 from deberta_ds.data.shards import (
     FRAME_TOKENS,
     MANIFEST,
@@ -58,10 +56,7 @@ def take_down(corpus: str | Path, names: list[str], out: str | Path, tokenizer: 
     """
     if os.path.realpath(corpus) == os.path.realpath(out):
         raise UserError(f"{out}: the corpus itself; give another directory, the old one stays")
-    manifest, content_hash = read_manifest(corpus)
-    if manifest.tokenizer_sha256 != tokenizer.sha256:
-        raise UserError(f"{corpus}: made with another tokenizer than {tokenizer.path}; give the "
-                        "corpus's own")
+    manifest, content_hash = manifest_of(corpus, tokenizer)
     origins = Origins(corpus)
     found = origins.find(names)
     unknown = sorted(set(names) - {name for gone in found.values() for name in gone.values()})
@@ -69,7 +64,7 @@ def take_down(corpus: str | Path, names: list[str], out: str | Path, tokenizer: 
         more = ", ..." if len(unknown) > 5 else ""
         raise UserError(f"{corpus}: holds no document {', '.join(unknown[:5])}{more} "
                         f"({len(unknown)} of {len(names)} names); look with data_prep/find.py")
-    lengths = sorted(int(path.parent.name[5:]) for path in Corpus.row_plans(corpus))
+    lengths = packed_lengths(corpus)
     digest = hashlib.sha256("\n".join(sorted(set(names))).encode()).hexdigest()
     description = {"version": _VERSION, "corpus": content_hash, "names": digest,
                    "lengths": lengths, "packer_version": PACKER_VERSION}
@@ -96,44 +91,34 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
         return {"shard": asdict(shard), "labels": {}, "origins": None,
                 "plans": {str(length): asdict(plan) for length, plan in plans.items()},
                 "hard_cuts": {}}
-    tokenizer = Tokenizer(tokenizer_path)
     tokens, ends = open_shard(corpus, shard)
-    word_starts = tokenizer.stored_word_starts()
+    word_starts = Tokenizer(tokenizer_path).stored_word_starts()
     cuts = {str(length): -cut_documents(ends, tokens, word_starts, length - FRAME_TOKENS)[2]
             for length in plans}
-    table, is_gone = Origins(corpus).table(shard.name), set(gone)
-    labels: dict[str, list[int]] = {}
+    begins, old, labels = np.append(0, ends), Origins(corpus), dict[str, list[int]]()
     before = None  # a long document may lie here in several parts, which count as one
-    for number, ids, origin in _documents(tokens, ends, table):
-        if number in is_gone:
-            row = labels.setdefault(origin.label, [0, 0, 0])
-            is_new = (origin.source, origin.place) != before
-            row[:] = [row[0] + is_new, row[1] + origin.characters, row[2] + len(ids)]
-            before = (origin.source, origin.place)
+    for number in gone:
+        origin = old.of(shard.name, number)
+        row = labels.setdefault(origin.label, [0, 0, 0])
+        row[0] += (origin.source, origin.place) != before
+        row[1] += origin.characters
+        row[2] += int(begins[number + 1] - begins[number])
+        before = (origin.source, origin.place)
     if len(gone) == shard.documents:
         return {"shard": None, "labels": labels, "origins": None, "plans": {}, "hard_cuts": cuts}
+    stays = np.ones(shard.documents, bool)
+    stays[gone] = False
     writer, origins = ShardWriter(out, shard.name, tokens.dtype), OriginWriter(out, shard.name)
-    for number, ids, origin in _documents(tokens, ends, table):
-        if number not in is_gone:
-            writer.append(ids)
-            origins.append(origin)
+    for number in np.flatnonzero(stays).tolist():
+        writer.append(tokens[begins[number] : begins[number + 1]])
+    for batch in old.table(shard.name).filter(pa.array(stays)).to_batches(_BATCH_DOCUMENTS):
+        origins.extend([column.to_pylist() for column in batch.columns])
     info, file = writer.finish(), origins.finish()
     packed = {str(length): pack_shard(out, info, word_starts, length) for length in plans}
     for length, plan in packed.items():
         cuts[length] += plan.pop("hard_cuts")
     return {"shard": asdict(info), "labels": labels, "origins": file, "plans": packed,
             "hard_cuts": cuts}
-
-
-def _documents(tokens: np.ndarray, ends: np.ndarray, table: pa.Table
-               ) -> Iterator[tuple[int, np.ndarray, Origin]]:
-    """Yield (number, ids, origin) of each document of a shard."""
-    records = (record for batch in table.to_batches(_BATCH_DOCUMENTS)
-               for record in batch.to_pylist())
-    begin = 0
-    for number, (end, record) in enumerate(zip(ends, records, strict=True)):
-        yield number, tokens[begin:end], Origin(**record)
-        begin = end
 
 
 def _files_of(corpus: str, name: str, plans: dict[int, RowShardInfo]) -> list[Path]:

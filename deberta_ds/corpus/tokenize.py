@@ -353,7 +353,7 @@ class _Rolling:
             full = ends[begin] + SHARD_TOKENS - self._writer.tokens
             stop = min(bisect.bisect_left(ends, full, begin + 1), len(lengths))
             self._writer.append_many(ids[ends[begin] : ends[stop]], lengths[begin:stop])
-            self._origins.extend(documents[begin:stop], characters[begin:stop])
+            self._origins.add(documents[begin:stop], characters[begin:stop])
             begin = stop
             if self._writer.tokens >= SHARD_TOKENS:
                 self._end_shard()
