@@ -73,7 +73,7 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
     with job(out, description, finished=MANIFEST, part=part, units=units) as is_done:
         if not is_done:
             with still_at_work(lambda: "reading the evaluation files"):
-                names, searched = _save_grams(out, kinds, words)
+                firsts, searched = _save_grams(out, kinds, words)
             check_unchanged(evaluation)
             total = _Found()
             jobs = {name: (str(out), name, unit, read) for name, unit in units.items()}
@@ -81,7 +81,7 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
                              keep=total.add)
             if done is None:
                 return None
-            report = _report(out, names, searched, total)
+            report = _report(list(kinds), firsts, searched, total)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
             extents = extents_of(units.values())
@@ -139,17 +139,16 @@ def _texts_in(value) -> Iterator[str]:
             yield from _texts_in(part)
 
 
-def _save_grams(out: Path, kinds: dict[str, str], count: int) -> tuple[list[str], list[int]]:
-    """Write the n-grams of all examples of {file: kind}; return (the files' names, examples
-    searched for of each).
+def _save_grams(out: Path, kinds: dict[str, str], count: int) -> tuple[list[int], list[int]]:
+    """Write the n-grams of all examples of {file: kind}; return (the first example of each file,
+    how many of its examples are searched for).
 
     lengths.npy: words of an n-gram, all that occur; for each of them grams-N.npy, sorted hashes,
-    and owners-N.npy, the example that each is of; files.npy: the first example of each file.
+    and owners-N.npy, the example that each is of.
     """
     found: dict[int, tuple[array, array]] = {}
-    example, names, firsts, searched = 0, [], [], []
+    example, firsts, searched = 0, [], []
     for path, kind in kinds.items():
-        names.append(path)
         firsts.append(example)
         searched.append(0)
         for texts in _strings(path, kind):
@@ -162,7 +161,7 @@ def _save_grams(out: Path, kinds: dict[str, str], count: int) -> tuple[list[str]
             example += 1
     if not found:
         raise UserError("the evaluation files hold no text of "
-                        f"{SHORTEST} words or more: {', '.join(names)}")
+                        f"{SHORTEST} words or more: {', '.join(kinds)}")
     lengths = sorted(found)
     for length in lengths:
         hashes_of, owners_of = map(np.array, found[length])
@@ -170,8 +169,7 @@ def _save_grams(out: Path, kinds: dict[str, str], count: int) -> tuple[list[str]
         save_array(out / f"grams-{length}.npy", hashes_of[order])
         save_array(out / f"owners-{length}.npy", owners_of[order])
     save_array(out / "lengths.npy", np.array(lengths))
-    save_array(out / "files.npy", np.array(firsts))
-    return names, searched
+    return firsts, searched
 
 
 def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]]:
@@ -287,16 +285,14 @@ class _Found:
         self.samples += result["samples"][: _SHOWN - len(self.samples)]
 
 
-def _report(out: Path, names: list[str], searched: list[int], total: _Found) -> Contamination:
-    firsts = np.load(out / "files.npy")
-
-    def file_of(example: int) -> int:
-        return int(np.searchsorted(firsts, example, side="right")) - 1
-
+def _report(names: list[str], firsts: list[int], searched: list[int], total: _Found
+            ) -> Contamination:
     examples = {name: [count, 0] for name, count in zip(names, searched, strict=True)}
     for example in total.examples:
-        examples[names[file_of(example)]][1] += 1
-    samples = [sample | {"example": f"{names[file_of(sample['example'])]}, example "
-                                    f"{sample['example'] - int(firsts[file_of(sample['example'])])}"
-                         } for sample in total.samples]
+        examples[names[bisect_right(firsts, example) - 1]][1] += 1
+    samples = []
+    for sample in total.samples:
+        file = bisect_right(firsts, sample["example"]) - 1
+        place = f"{names[file]}, example {sample['example'] - firsts[file]}"
+        samples.append(sample | {"example": place})
     return Contamination(examples, total.documents, samples)
