@@ -28,9 +28,8 @@ def main() -> None:
         write_docstrings,
     )
 
-    files, notes = installed_python_files(), []
-    if args.pinned:
-        files, notes = pinned_python_files(args.pinned)
+    files, notes = pinned_python_files(args.pinned) if args.pinned else (
+        installed_python_files(), [])
     for note in notes:
         print(f"WARNING: {note}: the corpus differs from that of the pinned packages")
     counts = write_docstrings(

@@ -56,17 +56,13 @@ def token_count(tokenizer: Tokenizer, text: str) -> int:
 
 def _encode_long(tokenizer: Tokenizer, text: str) -> list[np.ndarray]:
     documents: list[list[np.ndarray]] = []
-    parts = _parts_by_seam if tokenizer.normalizes_itself else _parts_by_space
-    for ids, starts_document in parts(tokenizer, text):
+    parts = _parts_by_seam(tokenizer, text) if tokenizer.normalizes_itself else (
+        (tokenizer.encode_array(part), starts) for part, starts in encodable_parts(text))
+    for ids, starts_document in parts:
         if starts_document:
             documents.append([])
         documents[-1].append(ids)
     return [np.concatenate(ids) for ids in documents]
-
-
-def _parts_by_space(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarray, bool]]:
-    for part, starts_document in encodable_parts(text):
-        yield tokenizer.encode_array(part), starts_document
 
 
 def _parts_by_seam(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarray, bool]]:

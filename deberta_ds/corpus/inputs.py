@@ -89,9 +89,6 @@ class _RemoteFile(io.RawIOBase):
         self._position = base + offset
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer) -> int:
         begin, end = self._position, min(self._position + len(buffer), self._size)
         if begin >= end:

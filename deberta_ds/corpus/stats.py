@@ -1,6 +1,5 @@
 """What a corpus holds: counts, lengths, fill, labels and the most frequent tokens."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from deberta_ds.corpus.pack import manifest_of, packed_lengths
 from deberta_ds.data.corpus import open_shard
 from deberta_ds.data.shards import Manifest, read_rows_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer, unknown_pieces
+from deberta_ds.tokenizer.words import byte_value
 
 _CHUNK_TOKENS = 1 << 18
-_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback; a byte-level BPE has no such
 # Of all tokens: more than this is said. Text in the tokenizer's languages stays far below.
 _MANY_BYTES = 0.02
 
@@ -97,7 +96,7 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     pieces = tokenizer.pieces(range(len(stats.frequencies)))
     tokens = max(1, int(stats.frequencies.sum()))
     in_bytes = sum(int(count) for piece, count in zip(pieces, stats.frequencies, strict=True)
-                   if _BYTE_PIECE.fullmatch(piece)) / tokens
+                   if byte_value(piece) is not None) / tokens  # a byte-level BPE has no such
     unknown = 0 if tokenizer.unk_id is None else int(stats.frequencies[tokenizer.unk_id])
     remedy = "another language or script than the tokenizer's? Train one on text like this"
     found = []

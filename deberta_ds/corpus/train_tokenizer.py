@@ -1,4 +1,4 @@
-"""Train a SentencePiece unigram model with DeBERTa's special ids on a bounded sample."""
+"""Train a tokenizer of any kind with DeBERTa's special ids on a bounded sample."""
 
 import io
 import itertools

@@ -4,10 +4,10 @@ A job is a directory, a description and a list of named units. A unit writes its
 and then its marker, `.units/NAME.json`; a restart runs only units without one. The output depends
 on the description alone, never on the number of workers. Units that read inputs are named by their
 contents, and stay: where inputs have changed, the same command does their units again and no
-others. Workers are processes
-(concurrent.futures), or ranks under `mpirun -n N python -m mpi4py.futures script.py ...`, where
-rank 0 works too. Or the units are shared out over the jobs of an array: part i of n does its units
-and no more, on any host; the same command without a part then finishes.
+others. Workers are processes (concurrent.futures), or ranks under `mpirun -n N python -m
+mpi4py.futures script.py ...`, where rank 0 works too. Or the units are shared out over the jobs of
+an array: part i of n does its units and no more, on any host; the same command without a part then
+finishes.
 """
 
 import errno
