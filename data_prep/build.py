@@ -62,9 +62,9 @@ def build(args, overrides: list[str]) -> None:
     if args.dry_run:
         return print("\n".join(job.plan()))
     job.run()
-    for number, corpus in enumerate(recipe.corpora):
+    for corpus in recipe.corpora:
         if corpus.filters:
-            write_filters_page(job.targets(number)[0])
+            write_filters_page(job.targets(corpus)[0])
     for target, manifest in job.manifests().items():
         print(f"{target}: {counted(manifest.documents, 'document')}, {manifest.tokens:,} tokens; "
               f"of all: {left_out(manifest.counts) or 'nothing left out'}")

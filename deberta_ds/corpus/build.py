@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, plan_units
 from deberta_ds.corpus.encode import CleanOptions, left_out
 from deberta_ds.corpus.filter_rules import read_rules
-from deberta_ds.corpus.identity import Part, identified, inputs_of
+from deberta_ds.corpus.identity import Part, extents_of, identified, inputs_of
 from deberta_ds.corpus.outputs import fetch
 from deberta_ds.corpus.pack import pack_corpus
-from deberta_ds.corpus.recipe import Recipe
+from deberta_ds.corpus.recipe import CorpusRecipe, Recipe
 from deberta_ds.corpus.tokenize import tokenize_corpus
 from deberta_ds.corpus.train_tokenizer import read_symbols, train_tokenizer
 from deberta_ds.corpus.units import AtWorkError, job
@@ -51,15 +52,14 @@ class Build:
         """
         self.out, self._recipe, self._workers = Path(recipe.out), recipe, workers
         self._part = part
-        self._units = [[[replace(extent, read=corpus.read) for extent in unit]
-                        for unit in plan_whole(
-                            list(corpus.inputs), corpus.read, recipe.unit_bytes, workers=workers,
-                            skip_bad_files=recipe.skip_bad_files, max_bad=recipe.max_bad,
-                            is_divided=bool(corpus.documents))] for corpus in recipe.corpora]
-        check_named_once([[(extent, 0) for unit in units for extent in unit]
-                          for units in self._units])
-        self._filters = [read_rules(corpus.filters) if corpus.filters else None
-                         for corpus in recipe.corpora]
+        self._units = {corpus.name: [[replace(extent, read=corpus.read) for extent in unit]
+                                     for unit in plan_whole(
+            list(corpus.inputs), corpus.read, recipe.unit_bytes, workers=workers,
+            skip_bad_files=recipe.skip_bad_files, max_bad=recipe.max_bad,
+            is_divided=bool(corpus.documents))] for corpus in recipe.corpora}
+        check_named_once(list(map(extents_of, self._units.values())))
+        self._filters = {corpus.name: read_rules(corpus.filters)
+                         for corpus in recipe.corpora if corpus.filters}
         for corpus in recipe.corpora:
             if corpus.words:
                 words_function(corpus.words)
@@ -71,20 +71,19 @@ class Build:
     def run(self) -> None:
         """Do what is not done, and write OUT/corpus.json, by which a run finds all of it."""
         self._identify()
-        recipe, everything = self._recipe, [unit for units in self._units for unit in units]
+        recipe, everything = self._recipe, list(chain.from_iterable(self._units.values()))
         tokenizer = self._made("tokenizer", self._make_tokenizer, everything)
         if recipe.dedup:
             self._made("duplicates", find_duplicates, everything, self.out / "duplicates",
                        read=ReadOptions(), near_threshold=recipe.near, workers=self._workers)
-        for number, corpus in enumerate(recipe.corpora):
+        for corpus in recipe.corpora:
             if recipe.against:
                 self._made(f"contaminated in {corpus.name}", find_contamination,
-                           self._units[number], list(recipe.against), self.out / "contaminated"
-                           / corpus.name, read=corpus.read, words=recipe.words,
+                           self._units[corpus.name], list(recipe.against), self.out
+                           / "contaminated" / corpus.name, read=corpus.read, words=recipe.words,
                            workers=self._workers)
-            self._made(f"tokens of {corpus.name}", self._tokenize, number, tokenizer)
-        for target in (target for targets in map(self.targets, range(len(recipe.corpora)))
-                       for target in targets):
+            self._made(f"tokens of {corpus.name}", self._tokenize, corpus, tokenizer)
+        for target in self.manifests():
             for seq_len in recipe.seq_len:
                 self._made(f"{target}, sequences of {seq_len}", pack_corpus, target, tokenizer,
                            seq_len, workers=self._workers)
@@ -93,10 +92,10 @@ class Build:
     def _identify(self) -> None:
         """Hash the inputs once for all stages."""
         self.out.mkdir(parents=True, exist_ok=True)
-        units = identified([unit for units in self._units for unit in units], self.out)
+        units = identified(list(chain.from_iterable(self._units.values())), self.out)
         write_atomic(self.out / ".inputs.json", json.dumps(inputs_of(units), indent=0))
         named = iter(units.values())
-        self._units = [[next(named) for _ in units] for units in self._units]
+        self._units = {name: [next(named) for _ in units] for name, units in self._units.items()}
 
     def _made(self, what: str, make: Callable, *args, **options) -> Any:
         """Return what `make` returns, and say how long it took."""
@@ -133,23 +132,23 @@ class Build:
             write_atomic(out / TRAINED, f"{Tokenizer(out).sha256}\n")
         return Tokenizer(out)
 
-    def targets(self, number: int) -> list[Path]:
+    def targets(self, corpus: CorpusRecipe) -> list[Path]:
         """Return the directories of a corpus: for training, and held out if there is such a part.
         """
-        corpus = self._recipe.corpora[number]
         parts = ("train", "heldout")[:2 if corpus.heldout and self._recipe.heldout_share else 1]
         return [self.out / part / corpus.name for part in parts]
 
-    def _tokenize(self, number: int, tokenizer: Tokenizer, part: Part = None) -> None:
-        recipe, corpus, targets = self._recipe, self._recipe.corpora[number], self.targets(number)
+    def _tokenize(self, corpus: CorpusRecipe, tokenizer: Tokenizer, part: Part = None) -> None:
+        recipe, targets = self._recipe, self.targets(corpus)
         made = tokenize_corpus(
-            self._units[number], targets[0], tokenizer, read=corpus.read, clean=CleanOptions(
+            self._units[corpus.name], targets[0], tokenizer, read=corpus.read, clean=CleanOptions(
                 corpus.min_characters, corpus.min_letter_share, recipe.max_bad),
             heldout_out=targets[1] if targets[1:] else None, heldout_share=recipe.heldout_share,
             drop_heldout=bool(recipe.heldout_share and not corpus.heldout),
             leave_out=[str(self.out / "duplicates")] * recipe.dedup + [
                 str(self.out / "contaminated" / corpus.name)] * bool(recipe.against),
-            filters=self._filters[number], words=corpus.words, workers=self._workers, part=part)
+            filters=self._filters.get(corpus.name), words=corpus.words, workers=self._workers,
+            part=part)
         for target, manifest in made.items():
             if not manifest.documents:
                 raise UserError(
@@ -161,17 +160,16 @@ class Build:
 
     def manifests(self) -> dict[Path, Manifest]:
         """Return what was made: the manifest of each directory."""
-        return {target: read_manifest(target)[0] for number in range(len(self._units))
-                for target in self.targets(number)}
+        return {target: read_manifest(target)[0] for corpus in self._recipe.corpora
+                for target in self.targets(corpus)}
 
     def _finish(self) -> None:
         corpora, manifests = self._recipe.corpora, self.manifests()
-        tokens = [float(manifests[self.targets(number)[0]].tokens)
-                  for number in range(len(corpora))]
+        tokens = [float(manifests[self.targets(corpus)[0]].tokens) for corpus in corpora]
         weights = [corpus.weight for corpus in corpora] if corpora[0].weight else \
             temperature_weights(tokens, self._recipe.mixture_temperature)
-        heldout = {corpus.name: f"heldout/{corpus.name}"
-                   for number, corpus in enumerate(corpora) if self.targets(number)[1:]}
+        heldout = {corpus.name: f"heldout/{corpus.name}" for corpus in corpora
+                   if self.targets(corpus)[1:]}
         sources = {f"train/{corpus.name}": weight
                    for corpus, weight in zip(corpora, weights, strict=True)}
         write_atomic(self.out / BUILT, json.dumps(asdict(Built(sources, heldout, "tokenizer")),
@@ -182,12 +180,13 @@ class Build:
         recipe, lines = self._recipe, []
         stages = [self.out / "tokenizer" / TRAINED]
         stages += [self.out / "duplicates" / MANIFEST] * recipe.dedup
-        for number, corpus in enumerate(recipe.corpora):
-            paths = {extent.path for unit in self._units[number] for extent in unit}
+        for corpus in recipe.corpora:
+            units = self._units[corpus.name]
+            paths = {extent.path for extent in extents_of(units)}
             lines.append(f"{corpus.name}: {counted(len(paths), 'file')}, "
-                         f"{counted(len(self._units[number]), 'work unit')}")
+                         f"{counted(len(units), 'work unit')}")
             stages += [self.out / "contaminated" / corpus.name / MANIFEST] * bool(recipe.against)
-            for target in self.targets(number):
+            for target in self.targets(corpus):
                 stages += [target / MANIFEST, *(rows_directory(target, seq_len) / MANIFEST
                                                 for seq_len in recipe.seq_len)]
         for path in stages:

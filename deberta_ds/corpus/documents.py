@@ -155,17 +155,17 @@ def whole_inputs(inputs: list[str], options: ReadOptions, unit_bytes: int = 0
         more = ", ..." if len(skipped) > 5 else ""
         print(f"note: {len(skipped)} files of unknown kind skipped: "
               f"{', '.join(skipped[:5])}{more}", file=sys.stderr, flush=True)
-    check_named_once(given)
+    check_named_once([[extent for extent, _ in found] for found in given])
     if not extents:
         raise UserError(f"no input files in {' '.join(inputs)}")
     return extents
 
 
-def check_named_once(given: list[list[tuple[Extent, int]]]) -> None:
+def check_named_once(given: list[list[Extent]]) -> None:
     """Raise UserError if two inputs name one file; within one, names may be links to one."""
     named: dict[str, tuple[int, str]] = {}
     for number, extents in enumerate(given):
-        for extent, _ in extents:
+        for extent in extents:
             place = extent.source if "://" in extent.path or extent.kind == "stream" else \
                 os.path.realpath(extent.path)
             before, name = named.setdefault(place, (number, extent.path))
