@@ -7,9 +7,7 @@ the first document, in input order, are duplicates. Stage "near" does the same w
 compares the documents of a group. Memory is one part or one bucket, however many documents are
 alike.
 
-Findings name documents by input file and place in it (byte offset or row), so tokenize_corpus can
-leave them out of any subset of the inputs, in any units: duplicates across corpora are found by one
-call over all of them.
+Duplicates across corpora are found by one call over all of them (findings.py).
 """
 
 import re

@@ -154,11 +154,10 @@ def read_rules(path: str | Path) -> FilterRules:
     """Return the rules of a TOML file; functions are found next to it. UserError for a bad one."""
     values = read_toml(path, "filters file", "data_prep/filters/web_en.toml")
     rules = validate(FilterRules, values, str(path))
-    unknown = sorted({*rules.language.keep} - {*_identifier().labels}
-                     ) if "language" in rules.use else []
-    if unknown:
+    known = _identifier().labels if "language" in rules.use else rules.language.keep
+    if unknown := sorted(set(rules.language.keep) - set(known)):
         raise UserError(f"{path}: language.keep: {', '.join(map(repr, unknown))}: not known; known "
-                        f"are {' '.join(sorted(_identifier().labels))}")
+                        f"are {' '.join(sorted(known))}")
     here = Path(path).resolve().parent
     found = []
     for name in rules.functions:

@@ -76,7 +76,8 @@ def manifest_of(corpus: str | Path, tokenizer: Tokenizer) -> tuple[Manifest, str
 
 def packed_lengths(corpus: str | Path) -> list[int]:
     """Return the sequence lengths that a corpus is packed for."""
-    return sorted(int(plan.parent.name[5:]) for plan in Corpus.row_plans(corpus))
+    names = (plan.parent.name.removeprefix("rows-") for plan in Corpus.row_plans(corpus))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def plan_description(content_hash: str, seq_len: int) -> dict:

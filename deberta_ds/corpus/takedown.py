@@ -95,15 +95,15 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
     word_starts = Tokenizer(tokenizer_path).stored_word_starts()
     cuts = {str(length): -cut_documents(ends, tokens, word_starts, length - FRAME_TOKENS)[2]
             for length in plans}
-    begins, old, labels = np.append(0, ends), Origins(corpus), dict[str, list[int]]()
+    table, begins = Origins(corpus).table(shard.name), np.append(0, ends)
+    labels: dict[str, list[int]] = {}
     before = None  # a long document may lie here in several parts, which count as one
-    for number in gone:
-        origin = old.of(shard.name, number)
-        row = labels.setdefault(origin.label, [0, 0, 0])
-        row[0] += (origin.source, origin.place) != before
-        row[1] += origin.characters
+    for number, origin in zip(gone, table.take(pa.array(gone)).to_pylist(), strict=True):
+        row = labels.setdefault(origin["label"], [0, 0, 0])
+        row[0] += (origin["source"], origin["place"]) != before
+        row[1] += origin["characters"]
         row[2] += int(begins[number + 1] - begins[number])
-        before = (origin.source, origin.place)
+        before = (origin["source"], origin["place"])
     if len(gone) == shard.documents:
         return {"shard": None, "labels": labels, "origins": None, "plans": {}, "hard_cuts": cuts}
     stays = np.ones(shard.documents, bool)
@@ -111,7 +111,7 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
     writer, origins = ShardWriter(out, shard.name, tokens.dtype), OriginWriter(out, shard.name)
     for number in np.flatnonzero(stays).tolist():
         writer.append(tokens[begins[number] : begins[number + 1]])
-    for batch in old.table(shard.name).filter(pa.array(stays)).to_batches(_BATCH_DOCUMENTS):
+    for batch in table.filter(pa.array(stays)).to_batches(_BATCH_DOCUMENTS):
         origins.extend([column.to_pylist() for column in batch.columns])
     info, file = writer.finish(), origins.finish()
     packed = {str(length): pack_shard(out, info, word_starts, length) for length in plans}
