@@ -101,15 +101,18 @@ def make_corpus(path: Path, documents: list[list[int]], tokenizer: Tokenizer, se
     return path
 
 
-def texts_of(inputs, unit_bytes=0, **options):
+def documents_of(*inputs, unit_bytes=0, **options):
     read = ReadOptions(**options)
-    units = plan_units([str(name) for name in inputs], read, unit_bytes)
-    return [document.text.strip() for unit in units for document in read_unit(unit, read)]
+    units = plan_units(list(map(str, inputs)), read, unit_bytes)
+    return [document for unit in units for document in read_unit(unit, read)]
+
+
+def texts_of(inputs, unit_bytes=0, **options):
+    return [d.text.strip() for d in documents_of(*inputs, unit_bytes=unit_bytes, **options)]
 
 
 def problems_of(path, **options):
-    read = ReadOptions(**options)
-    documents = [d for unit in plan_units([str(path)], read) for d in read_unit(unit, read)]
+    documents = documents_of(path, **options)
     return [f"{d.place()}: {d.problem}" for d in documents if d.problem], documents
 
 
@@ -117,10 +120,18 @@ def write_json_lines(path, texts):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
-def tokenize(source, out, workers=1, clean=None, unit_bytes=20_000, **options):
-    units = plan_units([str(source)], READ, unit_bytes)
-    return tokenize_corpus(units, out, tiny_tokenizer(), read=READ, clean=clean or CleanOptions(),
-                           workers=workers, **options)
+def planned(path, texts, unit_bytes=0):
+    """Write texts as JSON lines and return the work units of the file."""
+    write_json_lines(path, texts)
+    return plan_units([str(path)], READ, unit_bytes)
+
+
+def tokenize(source, out, workers=1, clean=None, unit_bytes=20_000, read=READ, tokenizer=None,
+             **options):
+    """Make a corpus of a file, or of work units."""
+    units = source if isinstance(source, list) else plan_units([str(source)], read, unit_bytes)
+    return tokenize_corpus(units, out, tokenizer or tiny_tokenizer(), read=read, workers=workers,
+                           clean=clean or CleanOptions(), **options)
 
 
 def tree(directory):

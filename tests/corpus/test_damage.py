@@ -15,7 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from data_helpers import READ, random_documents, run_main, tiny_tokenizer, tokenizer_path, tree
+from data_helpers import (
+    READ,
+    random_documents,
+    run_main,
+    tiny_tokenizer,
+    tokenize,
+    tokenizer_path,
+    tree,
+)
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.contamination import find_contamination
@@ -26,7 +34,6 @@ from deberta_ds.corpus.filter_rules import FilterRules
 from deberta_ds.corpus.filters import try_filters
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import TokenizerRecipe
-from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
 
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in random_documents(40)).encode()
@@ -34,8 +41,7 @@ OTHER = "".join(json.dumps({"text": text}) + "\n" for text in random_documents(3
 
 
 def tokenized(units, out):
-    tokenize_corpus(units, out, tiny_tokenizer(), read=READ, clean=CleanOptions(),
-                    heldout_out=f"{out}-held", heldout_share=0.2)
+    tokenize(units, out, heldout_out=f"{out}-held", heldout_share=0.2)
     pack_corpus(out, tiny_tokenizer(), 64)
 
 

@@ -28,19 +28,12 @@ from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus, pack_shard
 from deberta_ds.corpus.stats import corpus_stats
-from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.corpus.tokenize import CleanOptions
 from deberta_ds.corpus.units import job
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.tokenizer.text import normalise
 
 SCRIPTS = Path(__file__).parents[2] / "data_prep"
-
-
-@pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text.jsonl"
-    write_json_lines(path, random_documents(300))
-    return path
 
 
 def test_stored_text_is_the_normalised_text_in_order(text_file, tmp_path):
@@ -66,7 +59,7 @@ def test_restart_does_only_what_is_missing(text_file, tmp_path):
     tokenize(text_file, out)
     whole = tree(out)
     (out / "manifest.json").unlink()
-    names = [shard.name for shard in json_shards(whole)]
+    names = [shard["name"] for shard in json.loads(whole["manifest.json"])["shards"]]
     min((out / ".units").glob("*.json")).unlink()
     times = {name: (out / "tokens" / f"{name}.npy").stat().st_mtime_ns for name in names}
     (out / "tokens" / f".{names[0]}.npy.99.tmp").write_bytes(b"half")
@@ -75,12 +68,6 @@ def test_restart_does_only_what_is_missing(text_file, tmp_path):
     redone = [name for name in names
               if (out / "tokens" / f"{name}.npy").stat().st_mtime_ns != times[name]]
     assert len(redone) == 1
-
-
-def json_shards(files):
-    from deberta_ds.data.shards import ShardInfo
-
-    return [ShardInfo(**shard) for shard in json.loads(files["manifest.json"])["shards"]]
 
 
 def test_a_finished_job_is_left_alone_and_another_one_refused(text_file, tmp_path):
@@ -216,7 +203,7 @@ def test_shards_do_not_depend_on_how_much_is_looked_at_at_once(tmp_path, monkeyp
         monkeypatch.setattr("deberta_ds.corpus.encode._BATCH_CHARACTERS", characters)
         monkeypatch.setattr("deberta_ds.corpus.encode._BATCH_DOCUMENTS", documents)
         out = tmp_path / f"{characters}-{documents}"
-        tokenize_corpus(units, out, tiny_tokenizer(), read=read, clean=clean, **options)
+        tokenize(units, out, clean=clean, read=read, **options)
         trees.append(tree(out))
     assert all(found == trees[0] for found in trees[1:])
     counts = json.loads(trees[0]["manifest.json"])["counts"]

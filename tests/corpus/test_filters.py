@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 from data_helpers import (
+    READ,
     SENTENCES,
+    planned,
     random_documents,
     stored_texts,
     tiny_tokenizer,
+    tokenize,
     tokenizer_path,
     tree,
-    write_json_lines,
 )
 
 from deberta_ds.base import own_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.documents import Document, ReadOptions, plan_units
+from deberta_ds.corpus.documents import Document
 from deberta_ds.corpus.filter_rules import (
     FilterRules,
     GopherRules,
@@ -41,12 +43,10 @@ from deberta_ds.corpus.quality import (
     repetition,
     without_lines,
 )
-from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.report.small_pages import write_filters_page
 from deberta_ds.tokenizer.text import letter_share
 
-READ = ReadOptions()
 FILTERS = Path(__file__).parents[2] / "data_prep/filters"
 PROSE = ("It was the best of times that we have seen, and the worst of them came with a letter to "
          "be read by number {0} of the {1} people who lived there. ")
@@ -210,8 +210,7 @@ def test_a_preset_keeps_its_language_and_another_one_is_named(tmp_path, code):
     text = PRESETS[code].replace(". ", ".\n").replace("。", "。\n")
     verdict = Filters(rules)(Document(text, "a", 0, "json"))
     assert verdict.reason in ("", "c4: few sentences"), verdict
-    write_json_lines(tmp_path / "a.jsonl", [text])
-    units = plan_units([str(tmp_path / "a.jsonl")], READ)
+    units = planned(tmp_path / "a.jsonl", [text])
     other = read_rules(FILTERS / f"web_{'en' if code != 'en' else 'ru'}.toml")
     summary = try_filters(units, tmp_path / "out", other, read=READ)["summary"]
     assert summary.endswith(f"({code}): use --filters data_prep/filters/web_{code}.toml")
@@ -248,11 +247,9 @@ def test_filters_file_with_a_function_of_ones_own(own, tmp_path):
 def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tmp_path):
     texts = random_documents(200, longest=3) + [f"mail me at a{i}@b.org" for i in range(9)]
     source = tmp_path / "text.jsonl"
-    write_json_lines(source, texts)
-    units, rules = plan_units([str(source)], READ, 5000), read_rules(own)
+    units, rules = planned(source, texts, 5000), read_rules(own)
     for workers in (1, 2):
-        tokenize_corpus(units, tmp_path / str(workers), tiny_tokenizer(), read=READ,
-                        clean=CleanOptions(), filters=rules, workers=workers)
+        tokenize(units, tmp_path / str(workers), workers, filters=rules)
     assert tree(tmp_path / "1") == tree(tmp_path / "2")
     stored = stored_texts(tmp_path / "1")
     dropped = sum("fox" in text for text in texts)
@@ -274,17 +271,14 @@ def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tm
     (tmp_path / "own.py").write_text("def no_foxes(text):\n    return text\n")
     own_code._module.cache_clear()  # as in another process
     with pytest.raises(UserError, match="other inputs or options"):
-        tokenize_corpus(units, tmp_path / "1", tiny_tokenizer(), read=READ, clean=CleanOptions(),
-                        filters=rules)
+        tokenize(units, tmp_path / "1", filters=rules)
 
 
 def test_half_a_character_among_the_examples_does_not_break_the_report(own, tmp_path):
     """The page refused the report, after the corpus was complete and at every run since."""
-    source = tmp_path / "text.jsonl"
-    write_json_lines(source, ["a fox \ud800 of \U0001f98a", "a text"])
-    units, rules = plan_units([str(source)], READ), read_rules(own)
-    tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ, clean=CleanOptions(),
-                    filters=rules)
+    units = planned(tmp_path / "text.jsonl", ["a fox \ud800 of \U0001f98a", "a text"])
+    rules = read_rules(own)
+    tokenize(units, tmp_path / "out", filters=rules)
     try_filters(units, tmp_path / "try", rules, read=READ)
     for name in ("out", "try"):
         assert "a fox \\ud800 of \U0001f98a" in write_filters_page(tmp_path / name).read_text()

@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 from data_helpers import (
     READ,
+    planned,
     random_documents,
     stored_texts,
-    tiny_tokenizer,
     tokenize,
     tree,
     write_json_lines,
@@ -24,43 +24,37 @@ from deberta_ds.corpus import contamination, dedup, findings
 from deberta_ds.corpus.contamination import find_contamination, words_of
 from deberta_ds.corpus.dedup import Group, find_duplicates, similarity
 from deberta_ds.corpus.documents import ReadOptions, plan_units
-from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.tokenizer.text import normalise
 
 
 def test_duplicates_are_the_ones_a_set_finds(tmp_path):
     texts = random_documents(400, longest=2)
-    write_json_lines(tmp_path / "text.jsonl", texts)
-    units = plan_units([str(tmp_path / "text.jsonl")], READ, 5_000)
+    units = planned(tmp_path / "text.jsonl", texts, 5_000)
     found = tmp_path / "found"
     counts = find_duplicates(units, found, read=READ, workers=2)
     unique = list(dict.fromkeys(normalise(text) for text in texts))
     assert counts == {"documents": 400, "exact": 400 - len(unique), "near": 0}
-    tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ, clean=CleanOptions(),
-                    leave_out=[str(found)])
+    tokenize(units, tmp_path / "out", leave_out=[str(found)])
     assert stored_texts(tmp_path / "out") == unique
-    other = plan_units([str(tmp_path / "text.jsonl")], READ, 9_000)  # other units, same documents
-    tokenize_corpus(other, tmp_path / "out2", tiny_tokenizer(), read=READ, clean=CleanOptions(),
-                    leave_out=[str(found)])
+    tokenize(tmp_path / "text.jsonl", tmp_path / "out2", unit_bytes=9_000,  # the same documents
+             leave_out=[str(found)])
     assert stored_texts(tmp_path / "out2") == unique
 
 
 @pytest.mark.parametrize("near", [0.0, 0.8])
 def test_empty_documents_alone_have_no_duplicates(tmp_path, near):
-    write_json_lines(tmp_path / "text.jsonl", ["", " ", ""])
-    units = plan_units([str(tmp_path / "text.jsonl")], READ, 5_000)
+    units = planned(tmp_path / "text.jsonl", ["", " ", ""], 5_000)
     counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=near)
     assert counts["exact"] == counts["near"] == 0
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    ({"counts": {"documents": 3}}, r"damaged manifest \(counts.exact is missing\); run that search"),
+    ({"counts": {"documents": 3}}, r"damaged manifest \(counts.exact is missing\); run that"),
     ({"reason": "none"}, r"damaged manifest \(reason"),
     ({"counts": {"documents": "3", "exact": 0, "near": 0}}, r"damaged manifest \(counts.documents"),
     ({"version": 3}, "format version 3, .* make it again in a new directory")])
 def test_findings_without_what_a_reader_needs_are_named(tmp_path, damage, message):
-    write_json_lines(tmp_path / "text.jsonl", ["same text"] * 3)
-    units = plan_units([str(tmp_path / "text.jsonl")], READ)
+    units = planned(tmp_path / "text.jsonl", ["same text"] * 3)
     find_duplicates(units, tmp_path / "found", read=READ)
     path = tmp_path / "found/manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
@@ -74,9 +68,8 @@ def test_findings_of_other_options_inputs_or_states_are_refused(tmp_path):
     write_json_lines(tmp_path / "other.jsonl", ["not searched"])
 
     def tokenized(found, name="text.jsonl", read=READ, out="out"):
-        units = plan_units([str(tmp_path / name)], read)
-        return tokenize_corpus(units, tmp_path / out, tiny_tokenizer(), read=read,
-                               clean=CleanOptions(), leave_out=[str(tmp_path / found)])
+        return tokenize(tmp_path / name, tmp_path / out, read=read,
+                        leave_out=[str(tmp_path / found)])
 
     units = plan_units([str(tmp_path / "text.jsonl")], READ)
     find_duplicates(units, tmp_path / "found", read=READ)
@@ -116,8 +109,7 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     texts[11] += " The tower was built by seven brothers. Too short to count."
     texts[20] += " The tower was built by seven brothers, who never"  # no document has 13 words
     texts[21] = "spoke to each other again after it fell. " + texts[21]
-    write_json_lines(tmp_path / "text.jsonl", texts)
-    units = plan_units([str(tmp_path / "text.jsonl")], READ, 4000)
+    units = planned(tmp_path / "text.jsonl", texts, 4000)
     against = [str(tmp_path / "val.jsonl"), str(tmp_path / "dev.tsv")]
     report = find_contamination(units, against, tmp_path / "found", read=READ, workers=1)
     for name in ("old.txt", "old.jsonl"):
@@ -136,8 +128,7 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     assert tree(tmp_path / "parts") == tree(tmp_path / "found")
     find_duplicates(units, tmp_path / "twice", read=READ)
     found = [str(tmp_path / "found"), str(tmp_path / "twice")]
-    done = tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ,
-                           clean=CleanOptions(), leave_out=found)
+    done = tokenize(units, tmp_path / "out", leave_out=found)
     kept = [normalise(text) for number, text in enumerate(texts) if number not in (3, 9)]
     assert stored_texts(tmp_path / "out") == list(dict.fromkeys(kept))
     assert done[str(tmp_path / "out")].counts["contaminated"] == 2
@@ -154,9 +145,8 @@ def test_samples_of_a_search_do_not_read_the_input_again(tmp_path, monkeypatch):
                         lambda *place: counted.append(place))
     examples = [f"number {n} of the words that the sailor said in the harbour" for n in range(9)]
     (tmp_path / "val.txt").write_text("\n".join(examples))
-    write_json_lines(tmp_path / "text.jsonl", examples * 40)
-    report = find_contamination(plan_units([str(tmp_path / "text.jsonl")], READ, 2000),
-                                [str(tmp_path / "val.txt")], tmp_path / "found", read=READ)
+    units = planned(tmp_path / "text.jsonl", examples * 40, 2000)
+    report = find_contamination(units, [str(tmp_path / "val.txt")], tmp_path / "found", read=READ)
     assert report.documents == [360, 360] and len(report.samples) > 20 and not counted
 
 
@@ -165,7 +155,7 @@ def test_a_text_of_many_examples_is_found_once_in_a_document(tmp_path, monkeypat
     passage = " ".join(f"word{n}" for n in range(300))
     (tmp_path / "val.jsonl").write_text("".join(
         json.dumps({"passage": passage, "question": f"Question {n}?"}) + "\n" for n in range(1000)))
-    write_json_lines(tmp_path / "text.jsonl", ["nothing", passage, passage + " and on"])
+    units = planned(tmp_path / "text.jsonl", ["nothing", passage, passage + " and on"])
     usual, hits = contamination._hits, []
 
     def counted(*arguments):
@@ -175,8 +165,7 @@ def test_a_text_of_many_examples_is_found_once_in_a_document(tmp_path, monkeypat
 
     monkeypatch.setattr(contamination, "_hits", counted)
     against = str(tmp_path / "val.jsonl")
-    report = find_contamination(plan_units([str(tmp_path / "text.jsonl")], READ), [against],
-                                tmp_path / "found", read=READ)
+    report = find_contamination(units, [against], tmp_path / "found", read=READ)
     assert report.examples == {against: [1000, 1000]} and report.documents == [3, 2]
     assert report.samples[0]["example"] == f"{against}, example 0"
     assert len(hits) == 2 * 288  # runs of 13 words in 300
@@ -198,8 +187,7 @@ def test_evaluation_text_is_found_under_the_text_rules(tmp_path):
     text = "Während der Fahrt übte der Schüler auf der Geige ein Stück für seine Prüfung ein"
     raw = unicodedata.normalize("NFD", text).replace("Prüf", "Prüf\xad")
     (tmp_path / "val.jsonl").write_text(json.dumps({"a": raw.replace("Schü", "Schü\xad")}))
-    write_json_lines(tmp_path / "text.jsonl", ["x " + text + " y", "nothing"])
-    units = plan_units([str(tmp_path / "text.jsonl")], READ)
+    units = planned(tmp_path / "text.jsonl", ["x " + text + " y", "nothing"])
     report = find_contamination(units, [str(tmp_path / "val.jsonl")], tmp_path / "out", read=READ)
     assert report.documents == [2, 1]
 
@@ -208,7 +196,7 @@ def test_evaluation_files_of_any_size_and_kind_are_read_once(tmp_path):
     """Files over 4 MiB, such as BoolQ's training set, were read once for each of their parts."""
     examples = [{"n": n, "passages": [{"text": f"This long file has an example of number {n} and "
                                        "no document holds it ever."}]} for n in range(40)]
-    write_json_lines(tmp_path / "text.jsonl", [examples[17]["passages"][0]["text"], "nothing"])
+    units = planned(tmp_path / "text.jsonl", [examples[17]["passages"][0]["text"], "nothing"])
     (tmp_path / "a.jsonl").write_text("".join(
         json.dumps(e | {"padding": "x" * (1 << 17)}) + "\n" for e in examples))
     pyarrow.parquet.write_table(table := pyarrow.Table.from_pylist(examples),
@@ -217,13 +205,11 @@ def test_evaluation_files_of_any_size_and_kind_are_read_once(tmp_path):
         writer.write_table(table)
     against = [str(tmp_path / name) for name in ("a.jsonl", "b.parquet", "c.arrow")]
     assert len(plan_units(against[:1], READ)) > 1
-    report = find_contamination(plan_units([str(tmp_path / "text.jsonl")], READ), against,
-                                tmp_path / "found", read=READ)
+    report = find_contamination(units, against, tmp_path / "found", read=READ)
     assert report.examples == dict.fromkeys(against, [40, 1])
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"a": "b"}' * 999)[:-9])
     with pytest.raises(UserError, match=r"d.jsonl.gz.*cut short"):
-        find_contamination(plan_units([str(tmp_path / "text.jsonl")], READ),
-                           [str(tmp_path / "d.jsonl.gz")], tmp_path / "none", read=READ)
+        find_contamination(units, [str(tmp_path / "d.jsonl.gz")], tmp_path / "none", read=READ)
 
 
 def test_duplicates_across_corpora_leave_once(tmp_path):
@@ -234,9 +220,7 @@ def test_duplicates_across_corpora_leave_once(tmp_path):
     inputs = [str(tmp_path / name) for name in ("web.jsonl", "wiki.jsonl")]
     find_duplicates(plan_units(inputs, READ, 4000), tmp_path / "found", read=READ)
     for name in ("web", "wiki"):
-        units = plan_units([str(tmp_path / f"{name}.jsonl")], READ)
-        tokenize_corpus(units, tmp_path / name, tiny_tokenizer(), read=READ,
-                        clean=CleanOptions(), leave_out=[str(tmp_path / "found")])
+        tokenize(tmp_path / f"{name}.jsonl", tmp_path / name, leave_out=[str(tmp_path / "found")])
     web, wiki = stored_texts(tmp_path / "web"), stored_texts(tmp_path / "wiki")
     assert not set(web) & set(wiki) and len(set(web)) == len(web) and len(set(wiki)) == len(wiki)
     assert set(web) | set(wiki) == {normalise(text) for text in first + second}
@@ -248,8 +232,7 @@ def test_near_duplicates(tmp_path):
     words = [f"word{number}" for number in range(500)]
     originals = [" ".join(generator.choices(words, k=120)) for _ in range(30)]
     changed = [text.replace(text.split()[60], "changed", 1) for text in originals]
-    write_json_lines(tmp_path / "text.jsonl", originals + changed)
-    units = plan_units([str(tmp_path / "text.jsonl")], READ, 8_000)
+    units = planned(tmp_path / "text.jsonl", originals + changed, 8_000)
     counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=0.7)
     assert counts["exact"] == 0 and 28 <= counts["near"] <= 30
 
@@ -260,8 +243,7 @@ def test_a_group_of_alike_documents_is_read_in_parts(tmp_path, monkeypatch):
     generator = random.Random(3)
     pages = [" ".join(generator.choices([f"w{n}" for n in range(300)], k=60)) for _ in range(20)]
     texts = [f"{generator.choice(pages)} {number % 7}" for number in range(300)]
-    write_json_lines(tmp_path / "text.jsonl", texts)
-    units = plan_units([str(tmp_path / "text.jsonl")], READ, 20_000)
+    units = planned(tmp_path / "text.jsonl", texts, 20_000)
     for name, documents, merged in (("whole", 1 << 14, 1 << 20), ("parts", 7, 5)):
         monkeypatch.setattr(dedup, "NEAR_DOCUMENTS", documents)
         monkeypatch.setattr(findings, "_MERGED_AT_ONCE", merged)
@@ -309,8 +291,7 @@ def test_near_duplicates_in_scripts_without_spaces(tmp_path):
             text = "".join(chr(generator.randint(low, high)) for _ in range(300))
             originals.append(text)
             changed.append(text[:150] + "。" + text[151:])
-    write_json_lines(tmp_path / "text.jsonl", originals + changed)
-    units = plan_units([str(tmp_path / "text.jsonl")], READ)
+    units = planned(tmp_path / "text.jsonl", originals + changed)
     counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=0.8)
     assert counts["exact"] == 0 and counts["near"] >= 59
 
@@ -330,7 +311,6 @@ def test_near_duplicates_are_decided_by_their_sets(tmp_path):
         similar += len(sets[0] & sets[1]) / len(sets[0] | sets[1]) >= 0.8
         originals.append(" ".join(text))
         changed.append(" ".join(other))
-    write_json_lines(tmp_path / "text.jsonl", originals + changed)
-    units = plan_units([str(tmp_path / "text.jsonl")], READ, 40_000)
+    units = planned(tmp_path / "text.jsonl", originals + changed, 40_000)
     counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=0.8)
     assert 40 < similar < 110 and similar - 1 <= counts["near"] <= similar

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from data_helpers import READ, random_documents, tiny_tokenizer, tokenize, tree, write_json_lines
+from data_helpers import READ, tiny_tokenizer, tokenize, tree
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
@@ -17,39 +17,33 @@ from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.remote import Cache
 
 
-@pytest.fixture
-def text(tmp_path):
-    write_json_lines(tmp_path / "text.jsonl", random_documents(120))
-    return tmp_path / "text.jsonl"
-
-
-def test_a_corpus_is_made_at_a_url_by_several_hosts_in_turn(text, tmp_path):
+def test_a_corpus_is_made_at_a_url_by_several_hosts_in_turn(text_file, tmp_path):
     url, hosts = f"file://{tmp_path}/store/web", [str(tmp_path / host) for host in "ab"]
     for path in (str(tmp_path / "local"), url):
         with output(path, cache=hosts[0], first=JOB) as out:
-            tokenize(text, out)
+            tokenize(text_file, out)
         with output(path, cache=hosts[0]) as out:
             pack_corpus(out, tiny_tokenizer(), 64)
     local = Corpus(tmp_path / "local", seq_len=64)
     assert tree(fetch(url, cache=str(tmp_path / "third"))) == tree(tmp_path / "local")
     with output(url, cache=hosts[1], first=JOB) as out:  # another host knows that it is done
-        tokenize(text, out)
+        tokenize(text_file, out)
         with pytest.raises(UserError, match="other inputs or options"):
-            tokenize(text, out, unit_bytes=30_000)
+            tokenize(text_file, out, unit_bytes=30_000)
     with output(url, cache=hosts[1]) as out:
         pack_corpus(out, tiny_tokenizer(), 32)
     with output(url, cache=hosts[0], first=JOB) as out:  # and the first has no plan for 32
-        tokenize(text, out)
+        tokenize(text_file, out)
     for seq_len in (32, 64):
         found = Corpus(url, seq_len=seq_len, cache=Cache(str(tmp_path / "rows")))
         assert found.corpus_content_hash == local.corpus_content_hash
         assert sum(len(found.row(row)) for row in range(found.num_rows)) > 100
 
 
-def test_what_fails_or_shares_a_directory_leaves_nothing_at_the_url(text, tmp_path):
+def test_what_fails_or_shares_a_directory_leaves_nothing_at_the_url(text_file, tmp_path):
     url = f"file://{tmp_path}/store/web"
     with pytest.raises(ZeroDivisionError), output(url, cache=str(tmp_path / "a")) as out:
-        tokenize(text, out)
+        tokenize(text_file, out)
         raise ZeroDivisionError
     with (pytest.raises(UserError, match="upload.py afterwards"),
           output(url, cache=str(tmp_path / "a"), part=(1, 2))):
@@ -57,11 +51,11 @@ def test_what_fails_or_shares_a_directory_leaves_nothing_at_the_url(text, tmp_pa
     assert not (tmp_path / "store").exists()
 
 
-def test_a_model_file_and_findings_at_a_url(text, tmp_path):
+def test_a_model_file_and_findings_at_a_url(text_file, tmp_path):
     store, cache = f"file://{tmp_path}/store", str(tmp_path / "cache")
     with output(f"{store}/spm.model", cache=cache, first=()) as out:
         write_atomic(out, b"model")
-    units = plan_units([str(text)], READ)
+    units = plan_units([str(text_file)], READ)
     with output(f"{store}/found", cache=cache) as out:
         counts = find_duplicates(units, out, read=READ)
     assert Path(fetch(f"{store}/spm.model", cache=cache + "2")).read_bytes() == b"model"

@@ -6,8 +6,6 @@ import json
 import lzma
 import re
 import shutil
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,26 +14,25 @@ import tokenizers
 import zstandard
 from data_helpers import (
     READ,
+    documents_of,
     random_documents,
+    run_main,
     stored_texts,
     tokenize,
     tokenizer_path,
     tree,
     write_json_lines,
 )
-from launching import ROOT
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.documents import ReadOptions, plan_units
-from deberta_ds.corpus.encode import CleanOptions, encode_joined
+from deberta_ds.corpus.encode import encode_joined
 from deberta_ds.corpus.inputs import open_bytes
 from deberta_ds.corpus.pack import pack_corpus
-from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.stats import corpus_stats, stats_text
 from deberta_ds.corpus.takedown import take_down
-from deberta_ds.corpus.tokenize import tokenize_corpus
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.tokenizer import Tokenizer
@@ -48,12 +45,6 @@ COMPRESS = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress,
 def written(path, texts):
     write_json_lines(path, texts)
     return path
-
-
-def read(path, **options):
-    options = ReadOptions(**options)
-    return [document for unit in plan_units([str(path)], options)
-            for document in read_unit(unit, options)]
 
 
 @pytest.mark.parametrize("gone", ["held-out directory", "another held-out directory"])
@@ -83,24 +74,25 @@ def test_all_frames_of_a_compressed_file_are_read_and_none_is_dropped(tmp_path, 
     path = tmp_path / f"text.jsonl{suffix}"
     padding = b"\0" * 8 if suffix in (".gz", ".xz") else b""
     path.write_bytes(first + padding + second + padding)
-    assert [document.text for document in read(path)] == [
+    assert [document.text for document in documents_of(path)] == [
         f"{part} {i}" for part in "ab" for i in range(4000)]
     damaged = bytearray(second)
     damaged[1] ^= 0x55
-    for behind in (bytes(damaged), second[:-5], b"garbage behind", second + b"x"):
-        path.write_bytes(first + behind)
+    for bad in (first + bytes(damaged), first + second[:-5], first + b"garbage behind",
+                first + second + b"x", first[:-9], b"not compressed at all"):
+        path.write_bytes(bad)
         with pytest.raises(UserError, match=f"{path.name}: damaged or cut short"):
-            read(path)
+            documents_of(path)
     path.write_bytes(b"")
     with pytest.raises(UserError, match="nothing is in it"):
-        read(path)
+        documents_of(path)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2"])
 def test_a_block_that_grows_a_millionfold_is_read_in_steps(tmp_path, suffix):
     path = tmp_path / f"letters.txt{suffix}"
     path.write_bytes(COMPRESS[suffix](b"a" * (1 << 26)))
-    [document] = read(path, max_document_bytes=1000)
+    [document] = documents_of(path, max_document_bytes=1000)
     assert "longer than 1000 bytes" in document.problem
     with open_bytes(str(path)) as file:
         sizes = [len(chunk) for chunk in iter(lambda: file.raw.read(1 << 30), b"")]
@@ -112,7 +104,7 @@ def test_tables_that_are_not_read_in_order_may_be_compressed(tmp_path, suffix):
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "plain.parquet")
     path = tmp_path / f"table.parquet{suffix}"
     path.write_bytes(COMPRESS[suffix]((tmp_path / "plain.parquet").read_bytes()))
-    assert [document.text for document in read(path)] == ["a", "b"]
+    assert [document.text for document in documents_of(path)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("bad", [2**65, 1.0, True, ["a"], {"a": 1}])
@@ -120,7 +112,7 @@ def test_an_id_is_text_or_a_whole_number(tmp_path, bad):
     path = tmp_path / "ids.jsonl"
     path.write_text("".join(json.dumps({"text": "one", "id": value}) + "\n"
                             for value in ("a", 2**62, bad)))
-    found = read(path, id_key="id")
+    found = documents_of(path, id_key="id")
     assert [document.id for document in found[:2]] == ["a", str(2**62)]
     assert "neither text nor a whole number" in found[2].problem
 
@@ -128,19 +120,19 @@ def test_an_id_is_text_or_a_whole_number(tmp_path, bad):
 def test_invalid_utf_8_in_a_table_is_one_bad_row(tmp_path):
     path = tmp_path / "latin.csv"
     path.write_bytes(b"text,id\nhello,1\ncaf\xe9 au lait,2\nthird,3\n")
-    found = read(path, id_key="id")
+    found = documents_of(path, id_key="id")
     assert [document.text for document in found] == ["hello", "", "third"]
     assert found[1].problem == "invalid UTF-8" and found[1].place() == f"{path}:row 2"
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):  # what Excel calls Unicode text
         (tmp_path / "wide.csv").write_bytes("text,id\nhello,1\n".encode(encoding))
-        assert [document.text for document in read(tmp_path / "wide.csv")] == ["hello"]
+        assert [document.text for document in documents_of(tmp_path / "wide.csv")] == ["hello"]
     (tmp_path / "wide.csv").write_bytes("text,n\xba\nhello,1\n".encode("latin-1"))
     with pytest.raises(UserError, match="wide.csv: its header is not UTF-8"):
-        read(tmp_path / "wide.csv")
+        documents_of(tmp_path / "wide.csv")
     cells = pa.array([b"hello", b"caf\xe9", b"third"])
     column = pa.Array.from_buffers(pa.string(), len(cells), cells.buffers())
     pq.write_table(pa.table({"text": column}), tmp_path / "latin.parquet")
-    found = read(tmp_path / "latin.parquet")
+    found = documents_of(tmp_path / "latin.parquet")
     assert [document.text for document in found] == ["hello", "", "third"]
     assert found[1].problem == "invalid UTF-8"
 
@@ -150,11 +142,11 @@ def test_a_pattern_ends_before_any_line_end(tmp_path):
     for name, end in (("lf", "\n"), ("crlf", "\r\n")):
         path = tmp_path / f"{name}.txt"
         path.write_bytes(end.join(["Intro", "CHAPTER I", "abc", "CHAPTER II", "ghi", ""]).encode())
-        found[name] = read(path, documents="match:CHAPTER [IVX]+$")
+        found[name] = documents_of(path, documents="match:CHAPTER [IVX]+$")
     assert len(found["lf"]) == len(found["crlf"]) == 3
     path.write_text("one\ntwo\n\nthree\n\nfour\n")
     for pattern in (r"\s+$", r"\n", r"^$", r"^\s*$"):
-        assert len(read(path, documents=f"match:{pattern}")) == 3, pattern
+        assert len(documents_of(path, documents=f"match:{pattern}")) == 3, pattern
 
 
 def test_an_input_is_named_once(tmp_path):
@@ -191,7 +183,7 @@ def test_a_tokenizer_is_not_trained_on_nothing_or_over_something(tmp_path):
                          (path, "is one of the inputs")):
         with pytest.raises(UserError, match=message):
             train_tokenizer(units, out, TokenizerRecipe(vocab_size=300), read=READ)
-    assert len(read(path)) == 200
+    assert len(documents_of(path)) == 200
 
 
 @pytest.mark.parametrize(("kind", "pieces"), [("byte_bpe", 617), ("bpe", 641), ("wordpiece", 415)])
@@ -216,7 +208,7 @@ def test_characters_are_what_they_were_after_a_takedown(tmp_path):
     units = plan_units([str(path)], options)
     tokenizer = train_tokenizer(units, tmp_path / "wp", TokenizerRecipe(
         kind="wordpiece", vocab_size=104), read=options)
-    tokenize_corpus(units, tmp_path / "corpus", tokenizer, read=options, clean=CleanOptions())
+    tokenize(units, tmp_path / "corpus", tokenizer=tokenizer, read=options)
     pack_corpus(tmp_path / "corpus", tokenizer, 16)
     take_down(tmp_path / "corpus", [str(i) for i in range(1, 60)], tmp_path / "less", tokenizer)
     assert read_manifest(tmp_path / "less")[0].counts["characters"] == len(texts[0])
@@ -235,8 +227,7 @@ def test_statistics_need_no_unknown_token(tmp_path):
         {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "cls", "sep", "mask")}))
     tokenizer = Tokenizer(tmp_path / "tokenizer.json")
     assert tokenizer.unk_id is None
-    tokenize_corpus(plan_units([str(path)], ReadOptions()), tmp_path / "corpus", tokenizer,
-                    read=ReadOptions(), clean=CleanOptions())
+    tokenize(path, tmp_path / "corpus", tokenizer=tokenizer)
     text = stats_text(corpus_stats(tmp_path / "corpus", tokenizer), tokenizer)
     assert "WARNING" not in text
 
@@ -250,7 +241,6 @@ def test_a_held_out_corpus_lies_beside_the_other(tmp_path):
 def test_an_output_lies_outside_of_the_inputs(tmp_path):
     (tmp_path / "in").mkdir()
     written(tmp_path / "in" / "text.jsonl", random_documents(40))
-    command = [sys.executable, str(ROOT / "data_prep" / "tokenize_corpus.py"), str(tmp_path / "in"),
-               "--tokenizer", tokenizer_path(), "--out", str(tmp_path / "in" / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "choose a directory outside" in done.stderr
+    with pytest.raises(UserError, match="choose a directory outside"):
+        run_main("data_prep/tokenize_corpus.py", tmp_path / "in", "--tokenizer", tokenizer_path(),
+                 "--out", tmp_path / "in" / "out")

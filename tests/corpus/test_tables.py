@@ -98,15 +98,6 @@ def test_a_parquet_file_is_opened_once_in_a_unit(tmp_path, monkeypatch):
     assert [d.where for d in read_unit([*unit[4:6], unit[1]], ReadOptions())] == [4, 5, 1]
 
 
-def test_labels_of_parquet_and_streams(tmp_path):
-    (tmp_path / "fr").mkdir()
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "fr" / "a.parquet")
-    read = ReadOptions(label_from_directory=True)
-    assert [d.label for d in read_unit(plan_units([str(tmp_path)], read)[0], read)] == ["fr"]
-    with pytest.raises(UserError, match="no directories to count by"):
-        plan_units(["hub:some/name"], read)
-
-
 def test_rows_of_a_table_with_other_cells_than_its_header_are_bad(tmp_path):
     """Of a text with a comma and no quotation marks the first half was taken."""
     path = tmp_path / "a.csv"

@@ -33,16 +33,9 @@ from deberta_ds.corpus import units
 from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import plan_units
 from deberta_ds.corpus.pack import pack_corpus
-from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.corpus.tokenize import CleanOptions
 from deberta_ds.corpus.units import _drive, job, no_space_as_user_error, run_units
 from deberta_ds.data import shards
-
-
-@pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text.jsonl"
-    write_json_lines(path, random_documents(300))
-    return path
 
 
 def test_rank_0_works_too_and_takes_waiting_units_back(tmp_path):
@@ -81,7 +74,7 @@ def test_two_at_once_over_an_earlier_plan_do_not_take_each_others_files(tmp_path
 
     def pack_after(*, files: int):
         planned = plan_units(list(map(str, inputs[:files])), READ, inputs[0].stat().st_size)
-        tokenize_corpus(planned, out, tiny_tokenizer(), read=READ, clean=CleanOptions())
+        tokenize(planned, out)
         return lambda part=None: pack_corpus(out, tiny_tokenizer(), 64, part=part)
 
     for path in inputs:
@@ -117,8 +110,7 @@ def test_a_first_try_that_ended_on_an_error_does_not_block_a_second(tmp_path):
     good = "".join(json.dumps({"text": line}) + "\n" for line in random_documents(3000))
 
     def made(**options):
-        return tokenize_corpus(plan_units([str(text)], READ), out, tiny_tokenizer(), read=READ,
-                               heldout_out=held, heldout_share=0.1, workers=1, **options)
+        return tokenize(text, out, unit_bytes=0, heldout_out=held, heldout_share=0.1, **options)
 
     text.write_text(good + "not json\n")
     with pytest.raises(UserError, match="not JSON"):
@@ -133,12 +125,10 @@ def test_a_refused_command_leaves_the_plan_of_an_array_alone(tmp_path):
     """Its held-out directory, in which nothing was yet, was given the wrong command's plan."""
     text = tmp_path / "text.jsonl"
     write_json_lines(text, random_documents(300))
-    units_of_text = plan_units([str(text)], READ, 20_000)
 
     def made(part, least):
-        return tokenize_corpus(units_of_text, tmp_path / "out", tiny_tokenizer(), read=READ,
-                               clean=CleanOptions(min_characters=least), workers=1, part=part,
-                               heldout_out=tmp_path / "held", heldout_share=1e-6)
+        return tokenize(text, tmp_path / "out", clean=CleanOptions(min_characters=least), part=part,
+                        heldout_out=tmp_path / "held", heldout_share=1e-6)
 
     assert made((1, 2), 1) == {}
     for part in (None, (2, 2)):

@@ -3,10 +3,10 @@
 import gzip
 
 import pytest
+from data_helpers import documents_of
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.documents import ReadOptions, plan_units
-from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.documents import ReadOptions
 
 PAGE = (b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=iso-8859-1\r\n\r\n<html><body>"
         b"<nav>menu</nav><p>Gr\xfc\xdfe an alle, in a paragraph that is long enough.</p>"
@@ -34,9 +34,7 @@ PAGES = [record("request", b"GET / HTTP/1.1\r\n\r\n"), record("response", PAGE, 
 def read(path, data: bytes, **options):
     pytest.importorskip("fastwarc")
     path.write_bytes(data)
-    read = ReadOptions(**options)
-    (unit,) = plan_units([str(path)], read)
-    return list(read_unit(unit, read))
+    return documents_of(path, **options)
 
 
 @pytest.mark.parametrize("name", ["a.wet", "a.warc.wet.gz", "a.warc.gz"])

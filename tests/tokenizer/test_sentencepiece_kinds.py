@@ -7,12 +7,11 @@ import pytest
 import sentencepiece
 import tokenizer_cases as cases
 import transformers
-from data_helpers import SENTENCES
+from data_helpers import SENTENCES, tokenize
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import encode
-from deberta_ds.corpus.documents import ReadOptions, plan_units
-from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.corpus.documents import ReadOptions
 from deberta_ds.evaluate.fill_mask import encode_with_masks
 from deberta_ds.release.tokenizer_files import (
     find_tokenizer_files,
@@ -71,8 +70,8 @@ def test_shards_hold_the_ids_of_the_text_as_it_stands(made, tmp_path, monkeypatc
     texts.append(" ".join(SENTENCES * 40))
     (tmp_path / "lines.txt").write_text("\n".join(texts), encoding="utf-8")
     monkeypatch.setattr(encode, "ENCODE_CHARACTERS", 4000)
-    manifest = tokenize_corpus(plan_units([str(tmp_path / "lines.txt")], read, 0), tmp_path / "out",
-                               tokenizer, read=read, clean=CleanOptions())[str(tmp_path / "out")]
+    manifest, = tokenize(tmp_path / "lines.txt", tmp_path / "out", unit_bytes=0, read=read,
+                         tokenizer=tokenizer).values()
     stored = np.load(tmp_path / "out/tokens" / f"{manifest.shards[0].name}.npy")
     assert stored.tolist() == [number for text in texts for number in tokenizer.encode(text)]
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import transformers
-from data_helpers import SENTENCES, check_batch, tokenizer_path
+from data_helpers import SENTENCES, check_batch, tokenize, tokenizer_path
 from tokenizer_cases import MAKERS, directory_of
 
 from deberta_ds.base.errors import UserError
@@ -16,7 +16,6 @@ from deberta_ds.corpus import encode
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import TokenizerRecipe
-from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import RowDataset
@@ -39,8 +38,7 @@ def test_unknown_pieces_are_said(tmp_path, capsys):
                     for name in ("known", "other"))
     tokenizer = train_tokenizer(known, tmp_path / "tokenizer", TokenizerRecipe(
         kind="wordpiece", vocab_size=12), read=READ)
-    (done,) = tokenize_corpus(other, tmp_path / "out", tokenizer, read=READ, clean=CleanOptions(),
-                              workers=1).values()
+    done, = tokenize(other, tmp_path / "out", read=READ, tokenizer=tokenizer).values()
     said = re.search(r"warning: ([\d.]+)% of the tokens are unknown", capsys.readouterr().err)
     assert float(said[1]) == pytest.approx(100 * 7 / done.tokens, abs=0.05)
     assert not any("unknown" in name for name in done.counts)  # another content hash than before
@@ -131,8 +129,7 @@ def test_missing_special_tokens_are_added_behind_the_others(tmp_path):
 def corpus(request, lines):
     tokenizer = Tokenizer(directory_of(request.param))
     out = lines.parent / f"corpus-{request.param}"
-    manifest = tokenize_corpus(plan_units([str(lines)], READ, 0), out, tokenizer, read=READ,
-                               clean=CleanOptions())[str(out)]
+    manifest, = tokenize(lines, out, read=READ, tokenizer=tokenizer).values()
     pack_corpus(out, tokenizer, 48)
     return tokenizer, out, manifest
 
@@ -158,8 +155,7 @@ def test_characters_that_a_tokenizer_passes_over_are_said(lines, tmp_path, capsy
             values["model"]["vocab"] = {piece: number for piece, number in
                                         values["model"]["vocab"].items() if piece != "q"}
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
-        tokenize_corpus(plan_units([str(lines)], READ, 0), tmp_path / name,
-                        Tokenizer(tmp_path / f"{name}.json"), read=READ, clean=CleanOptions())
+        tokenize(lines, tmp_path / name, read=READ, tokenizer=Tokenizer(tmp_path / f"{name}.json"))
         shown = capsys.readouterr().err
         assert f"{name}.json: has no piece for {lost}" in shown
 

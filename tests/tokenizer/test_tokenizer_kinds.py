@@ -23,15 +23,25 @@ from deberta_ds.tokenizer.publish import add_special_tokens, write_tokenizer_jso
 TEXTS = (*SENTENCES, "", " ", "  a  b\nc\t\td\r\n", "日本 x\u200by é e\u0301\u00a0z", "\ufeffx\x00",
          "don't (stop) it_is 12.5%", "\U0001f600😀 ไทย हिन्दी \U000e0001", "        indented = [1]",
          "a [MASK] b<mask>, <s>c</s> [CLS]")
-WITHOUT_NAMES = TEXTS[:-1]
+WITHOUT_NAMES = list(TEXTS[:-1])
+
+
+def _changed(tmp_path, name: str, change) -> Tokenizer:
+    """Return a tokenizer whose tokenizer.json has been changed, in the directory "changed"."""
+    directory = tmp_path / "changed"
+    shutil.copytree(directory_of(name), directory)
+    values = json.loads((directory / "tokenizer.json").read_text())
+    change(values)
+    (directory / "tokenizer.json").write_text(json.dumps(values))
+    return Tokenizer(directory)
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_ids_are_those_of_auto_tokenizer(name):
     ours = Tokenizer(directory_of(name))
     theirs = transformers.AutoTokenizer.from_pretrained(directory_of(name))
-    wanted = theirs(list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
-    assert ours.encode_batch(list(WITHOUT_NAMES)) == wanted
+    wanted = theirs(WITHOUT_NAMES, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(WITHOUT_NAMES) == wanted
     assert [ours.encode(text) for text in WITHOUT_NAMES] == wanted
     assert [ours.encode_array(text).tolist() for text in WITHOUT_NAMES] == wanted
     for role, number in ours.special_ids.items():
@@ -53,8 +63,8 @@ def test_ids_of_tokenizers_that_transformers_has_trained_and_saved(name, tmp_pat
         assert "no token for" in str(error)
         ours, _ = add_special_tokens(tmp_path / "saved", tmp_path / "whole")
         assert len(set(ours.special_ids.values())) == 5
-    assert ours.encode_batch(list(WITHOUT_NAMES)) == theirs(
-        list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
+    wanted = theirs(WITHOUT_NAMES, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(WITHOUT_NAMES) == wanted
 
 
 @pytest.mark.parametrize("name", [*MAKERS, "sentencepiece"])
@@ -116,11 +126,7 @@ def test_one_tokenizer_has_one_checksum_however_its_files_spell_it(tmp_path):
     assert Tokenizer(directory / "tokenizer.json").sha256 == wanted
     transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(tmp_path / "again")
     assert Tokenizer(tmp_path / "again").sha256 == wanted
-    shutil.copytree(directory, tmp_path / "other")
-    values = json.loads((directory / "tokenizer.json").read_text())
-    values["normalizer"] = None
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(values))
-    assert Tokenizer(tmp_path / "other").sha256 != wanted
+    assert _changed(tmp_path, "modernbert", lambda v: v.update(normalizer=None)).sha256 != wanted
 
 
 def test_the_library_still_has_the_cache_of_words_that_is_made_larger():
@@ -130,13 +136,10 @@ def test_the_library_still_has_the_cache_of_words_that_is_made_larger():
 
 def test_all_bytes_need_no_unknown_token_in_the_model(tmp_path):
     """A model may name one that is an added token, or is not there: it is never asked for."""
-    shutil.copytree(directory_of("qwen"), tmp_path / "late")
-    specification = json.loads((tmp_path / "late" / "tokenizer.json").read_text())
-    specification["model"]["unk_token"] = "<|late|>"
-    (tmp_path / "late" / "tokenizer.json").write_text(json.dumps(specification))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "late")
-    wanted = theirs(list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
-    assert Tokenizer(tmp_path / "late").encode_batch(list(WITHOUT_NAMES)) == wanted
+    ours = _changed(tmp_path, "qwen", lambda v: v["model"].update(unk_token="<|late|>"))
+    theirs = transformers.AutoTokenizer.from_pretrained(ours.path)
+    wanted = theirs(WITHOUT_NAMES, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(WITHOUT_NAMES) == wanted
 
 
 def test_vocabulary_files_by_their_own_names():
@@ -157,15 +160,6 @@ def test_no_byte_starts_a_word_inside_a_character():
     words = np.split(ids, np.flatnonzero(starts[ids])[1:])
     found = [tokenizer.decode(word).strip() for word in words]
     assert list(filter(None, found)) == "naïve हि 안 ไ 漢".split()
-
-
-def _broken(tmp_path, name: str, change) -> Tokenizer:
-    directory = tmp_path / "broken"
-    shutil.copytree(directory_of(name), directory)
-    values = json.loads((directory / "tokenizer.json").read_text())
-    change(values)
-    (directory / "tokenizer.json").write_text(json.dumps(values))
-    return Tokenizer(directory)
 
 
 @pytest.mark.parametrize(("name", "change", "message"), [
@@ -193,12 +187,12 @@ def _broken(tmp_path, name: str, change) -> Tokenizer:
 ])
 def test_what_is_missing_or_damaged_is_one_error(tmp_path, capfd, name, change, message):
     with pytest.raises(UserError, match=message) as error:
-        _broken(tmp_path, name, change)
+        _changed(tmp_path, name, change)
     assert str(tmp_path) in str(error.value) and capfd.readouterr() == ("", "")
 
 
 def test_replacements_that_cannot_grow_a_text_are_read(tmp_path):
-    _broken(tmp_path, "bert", lambda v: v.update(normalizer={"type": "Sequence", "normalizers": [
+    _changed(tmp_path, "bert", lambda v: v.update(normalizer={"type": "Sequence", "normalizers": [
         {"type": "Replace", "pattern": {"Regex": "[\u2018\u2019] ?"}, "content": "'"}] * 9}))
 
 

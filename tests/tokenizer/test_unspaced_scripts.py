@@ -3,11 +3,11 @@
 import random
 
 import pytest
+from data_helpers import documents_of
 from transformers import AutoTokenizer
 
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.quality import find_personal
-from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.train_tokenizer import sample_texts, train_tokenizer
 
@@ -45,10 +45,8 @@ def test_personal_data_between_letters_is_masked(text, kind):
 @pytest.mark.parametrize("pattern", ["第[一二三]章", r"第\w章", "(?i)第.章"])
 def test_a_pattern_of_other_letters_splits_documents(tmp_path, pattern):
     (tmp_path / "book.txt").write_text("第一章 春\nあ\n第二章 夏\nい\n第三章 秋\nう\n")
-    read = ReadOptions(documents=f"match:{pattern}")
-    [unit] = plan_units([str(tmp_path / "book.txt")], read)
-    found = [document.text[:3] for document in read_unit(unit, read)]
-    assert found == ["第一章", "第二章", "第三章"]
+    found = documents_of(tmp_path / "book.txt", documents=f"match:{pattern}")
+    assert [document.text[:3] for document in found] == ["第一章", "第二章", "第三章"]
 
 
 def test_a_sample_takes_its_share_of_files_that_are_one_document(tmp_path):
