@@ -41,7 +41,7 @@ from deberta_ds.tokenizer.files import SPM
 from deberta_ds.tokenizer.segmented import words_function
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
-TRAINED = "sha256"  # written last to OUT/tokenizer
+_FINISHED = "sha256"  # written last to OUT/tokenizer
 
 
 class Build:
@@ -121,7 +121,7 @@ class Build:
         description = {"tokenizer": given.sha256 if given else asdict(wanted),
                        "symbols": read_symbols(wanted.add_tokens), "text_rules": TEXT_RULES_VERSION}
         units = None if given else identified(planned, out)
-        with job(out, description, finished=TRAINED, units=units) as is_done:
+        with job(out, description, finished=_FINISHED, units=units) as is_done:
             for name, source in given.files.items() if given and not is_done else ():
                 with atomic_path(out / name) as temporary:
                     shutil.copyfile(source, temporary)
@@ -129,7 +129,7 @@ class Build:
                 train_tokenizer(planned, out / SPM if wanted.kind == "unigram" else out, wanted,
                                 read=ReadOptions(), workers=self._workers,
                                 max_bad=self._recipe.max_bad)
-            write_atomic(out / TRAINED, f"{Tokenizer(out).sha256}\n")
+            write_atomic(out / _FINISHED, f"{Tokenizer(out).sha256}\n")
         return Tokenizer(out)
 
     def targets(self, corpus: CorpusRecipe) -> list[Path]:
@@ -178,7 +178,7 @@ class Build:
     def plan(self) -> list[str]:
         """Return what a build would do: inputs and stages."""
         recipe, lines = self._recipe, []
-        stages = [self.out / "tokenizer" / TRAINED]
+        stages = [self.out / "tokenizer" / _FINISHED]
         stages += [self.out / "duplicates" / MANIFEST] * recipe.dedup
         for corpus in recipe.corpora:
             units = self._units[corpus.name]
