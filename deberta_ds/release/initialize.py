@@ -41,35 +41,26 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     Parameters without a value keep their random one; a note names them. Raises UserError if the
     source does not fit the run.
     """
-    if not run.init.source:
-        return _generator_words(run)
-    release = read_in_vocabulary(run, run.init.source)
-    place = run.init.source
-    if run.init.embeddings_only:
-        words = _fitting_words(run, release.main, place)
+    place = run.init.source or run.init.generator
+    release = read_in_vocabulary(run, place)
+    if not run.init.source:  # a cached run's discriminator begins with its generator's embedding
+        words = _fitting_words(run, release.generator or release.main, place)
+        tensors = {"discriminator.words.weight": words}
+        notes = [f"token embedding of the generator of {place}; the rest is random", *release.notes]
+    elif run.init.embeddings_only:
+        tensors = {"words.weight": _fitting_words(run, release.main, place)}
         notes = [f"token embedding of {place}, fixed; the rest is random (first of two stages)",
                  *release.notes]
-        return {"words.weight": words}, [f"init: {note}" for note in notes]
-    objective = objective_of(run)
-    networks = _networks(run, release)
-    tensors, notes = objective.parameters(
-        run, {name: network.tensors for name, network in networks.items()})
-    for name, network in networks.items():
-        notes += _random_parts(network, objective.HEADS[name])
-    if run.model.max_position > release.main.config.largest_distance:
-        notes += [f"WARNING: {line}" for line in changes_beyond_reach(release)]
-    lines = dict.fromkeys([f"from {place}", *release.notes, *notes])  # both networks': once
-    return tensors, [f"init: {line}" for line in lines]
-
-
-def _generator_words(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
-    """Return a cached run's frozen generator's token embedding as the discriminator's first one."""
-    place = run.init.generator
-    release = read_in_vocabulary(run, place)
-    words = _fitting_words(run, release.generator or release.main, place)
-    return {"discriminator.words.weight": words}, [
-        f"init: {note}" for note in [
-            f"token embedding of the generator of {place}; the rest is random", *release.notes]]
+    else:
+        objective, networks = objective_of(run), _networks(run, release)
+        tensors, notes = objective.parameters(
+            run, {name: network.tensors for name, network in networks.items()})
+        for name, network in networks.items():
+            notes += _random_parts(network, objective.HEADS[name])
+        if run.model.max_position > release.main.config.largest_distance:
+            notes += [f"WARNING: {line}" for line in changes_beyond_reach(release)]
+        notes = list(dict.fromkeys([f"from {place}", *release.notes, *notes]))  # each once
+    return tensors, [f"init: {note}" for note in notes]
 
 
 def _fitting_words(run: RunConfig, network: Network, place: str) -> Tensor:
