@@ -6,7 +6,6 @@ saves every t seconds and needs r to start again; the least at t = sqrt(2 d M).
 """
 
 import math
-from dataclasses import dataclass
 
 # Llama 3 (arXiv 2407.21783, section 3.3.4): 419 interruptions in 54 days on 16,384 H100.
 HOURS_OF_A_GPU_BETWEEN_FAILURES = 50_000
@@ -17,17 +16,8 @@ _MOST_WRITING = 0.1  # share of the time in which a save is being written
 RESTART_SECONDS = 300.0  # the watchdog, the launcher, start-up, resume
 
 
-@dataclass(frozen=True)
-class Goodput:
-    """What failures and saves cost."""
-
-    failure_hours: float  # mean time between failures of the job
-    save_seconds: float  # between two saves
-    pause_seconds: float  # of training, for a save
-    share: float  # of the time that goes into steps that count
-
-
 def seconds_between_failures(ranks: int) -> float:
+    """Return the mean time between two failures of a job."""
     return 3600.0 * HOURS_OF_A_GPU_BETWEEN_FAILURES / ranks
 
 
@@ -49,11 +39,3 @@ def lost_share(ranks: int, pause_seconds: float, interval: float) -> float:
     """Return the share of the time that saves, repeated steps and restarts take."""
     failures = (interval / 2 + RESTART_SECONDS) / seconds_between_failures(ranks)
     return pause_seconds / interval + failures
-
-
-def goodput(parameters: int, ranks: int) -> Goodput:
-    """Return what to expect of a run that saves in the background, at the best interval."""
-    pause = pause_of_copy(parameters, ranks)
-    interval = save_interval(ranks, pause)
-    return Goodput(seconds_between_failures(ranks) / 3600, interval, pause,
-                   max(0.0, 1.0 - lost_share(ranks, pause, interval)))

@@ -23,6 +23,7 @@ from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.planner import goodput
 from deberta_ds.planner.activations import Activations, trace
 from deberta_ds.planner.communication import (
     BUCKET,
@@ -35,7 +36,6 @@ from deberta_ds.planner.communication import (
     traffic,
     weight_width,
 )
-from deberta_ds.planner.goodput import goodput
 from deberta_ds.planner.gpus import Gpu
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
@@ -193,11 +193,7 @@ def advise(run: RunConfig, ds: dict, choices: list[Choice], best: Choice, parame
         if ds_config.precision(ds) == "bf16" and "communication_data_type" not in ds:
             lines.append('communication_data_type = "fp32": sums of so many ranks in bf16 are '
                          "biased (it doubles what the gradients send)")
-    found = goodput(parameters, ranks)
-    lines.append(f"failures: one in {found.failure_hours:,.0f} h at Llama 3's rate; "
-                 f"train.save_minutes = \"auto\" begins with {found.save_seconds / 60:.0f} (a copy "
-                 f"of {found.pause_seconds:.2f} s); {found.share:.1%} of the time goes into steps")
-    return lines
+    return [*lines, _failures(parameters, ranks)]
 
 
 def offloaded(choices: list[Choice], gpus: int) -> list[str]:
@@ -205,6 +201,16 @@ def offloaded(choices: list[Choice], gpus: int) -> list[str]:
     most = max(choice.memory.offloaded for choice in choices)
     return [f"offload: {gpus * most / 1e9:,.1f} GB of each host's memory (or disk, where the JSON "
             "says nvme); the CPU's Adam and the transfers are not in the times"] if most else []
+
+
+def _failures(parameters: int, ranks: int) -> str:
+    """Return what to expect of a run that saves in the background, at the best interval."""
+    pause = goodput.pause_of_copy(parameters, ranks)
+    interval = goodput.save_interval(ranks, pause)
+    share = max(0.0, 1.0 - goodput.lost_share(ranks, pause, interval))
+    return (f"failures: one in {goodput.seconds_between_failures(ranks) / 3600:,.0f} h at Llama "
+            f"3's rate; train.save_minutes = \"auto\" begins with {interval / 60:.0f} (a copy of "
+            f"{pause:.2f} s); {share:.1%} of the time goes into steps")
 
 
 def _stage(choices: list[Choice], best: Choice) -> str:
