@@ -7,9 +7,10 @@ number a row and, if asked to, the position terms; their bias matrices exist whi
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -45,26 +46,15 @@ def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
     # The seed of attention dropout is read on the host, which a tensor without data cannot answer.
     # The reference attention stands for all that are not fused: it keeps the most.
     run = replace(run, model=replace(run.model, attention_dropout=0.0, attention="reference"))
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # of shape-only stand-ins for what reads numbers or needs a GPU
         if fused:
             chunk_for = linear_cross_entropy._chunk_for  # tens of chunks, where a CPU has hundreds
-            stack.enter_context(_replaced(linear_cross_entropy, "_chunk_for",
-                                          lambda rows, _device: chunk_for(rows, "cuda")))
-            stack.enter_context(_replaced(encoder, "attend", _fused_attend))
-        stack.enter_context(_replaced(linear_cross_entropy, "_sample", _first_ids))
+            stack.enter_context(patch.object(linear_cross_entropy, "_chunk_for",
+                                             lambda rows, _device: chunk_for(rows, "cuda")))
+            stack.enter_context(patch.object(encoder, "attend", _fused_attend))
+        stack.enter_context(patch.object(linear_cross_entropy, "_sample", _first_ids))
         stack.enter_context(FakeTensorMode())
         return _run_counted(run, dtype)
-
-
-@contextmanager
-def _replaced(module, name: str, value) -> Iterator[None]:
-    """Put a shape-only stand-in for what reads numbers or needs a GPU."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def _first_ids(uniforms_T: Tensor, *_arguments) -> Tensor:
