@@ -198,6 +198,6 @@ def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict
             judge.backbone(ids_BL, batch.segments, batch.positions), batch.positions)
         counted.add(batch, {"generator_loss": loss_sum, "generator_correct": correct,
                             **rtd.detection_sums(logits_BL, replaced_BL, real_BL)},
-                    {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]})
+                    rtd.detection_per_token(logits_BL, replaced_BL, real_BL))
     return rtd.scores(counted.totals, {
         name: torch.cat(parts) for name, parts in counted.per_token.items()})
