@@ -72,8 +72,7 @@ def score_pairs(model: LoadedModel, pairs: list[MinimalPair], scoring: str = "wo
 
     scoring: the words, "word" of whole-word masking, "word_ids" of the exported tokenizer.
     """
-    if model.tokenizer is None:
-        raise UserError("no tokenizer next to the model; put its files there")
+    assert model.tokenizer is not None  # the model was loaded for text
     if model.masked_lm is None and model.replaced_token_head is None:
         raise UserError("the model has neither a masked-LM head with a position table nor a "
                         "discriminator's head, so it cannot score sentences; give a pretraining "
