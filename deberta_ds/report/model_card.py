@@ -5,15 +5,13 @@ from the directory itself; what is not known is left out. License, languages and
 are the publisher's to say (`Publisher`).
 """
 
-import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import Field
+from safetensors import safe_open
 
 from deberta_ds import __version__
 from deberta_ds.base.errors import UserError
@@ -33,7 +31,7 @@ from deberta_ds.release.convert import Summary
 from deberta_ds.release.hf import GENERATOR_DIRECTORY
 from deberta_ds.release.reader import SIDE_FILE
 from deberta_ds.release.tensors import SAFETENSORS
-from deberta_ds.report.pages import TEMPLATES
+from deberta_ds.report.pages import template
 from deberta_ds.report.rundata import READ, Count, Score, Text, baseline_name, checked, read_checked
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 
@@ -175,10 +173,8 @@ def model_card(source: Path, out: Path, summary: Summary, name: str, publisher: 
     has_generator = (out / GENERATOR_DIRECTORY).is_dir()
     is_discriminator = any("replaced-token head" in note for note in summary.notes)
     training = _of_source(source, publisher)
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), trim_blocks=True,
-                              lstrip_blocks=True, undefined=StrictUndefined)
     title = Path(name).parent.as_posix() if source == out else Path(name).name
-    return environment.get_template("model_card.md").render(
+    return template("model_card.md").render(
         name=_cell(title), directory=name, publisher=publisher, side_file=_side_file(out),
         task_type=_PIPELINES.get(head, "fill-mask" if head == "ForMaskedLM" else "multiple-choice"),
         what=_what(architecture, is_discriminator),
@@ -189,12 +185,11 @@ def model_card(source: Path, out: Path, summary: Summary, name: str, publisher: 
         fill_mask="the generator in `generator/`" if has_generator else
         "this model" if head == "ForMaskedLM" else "", onnx=(out / "onnx").is_dir(),
         version=__version__, checks=[_cell(line) for line in summary.checks],
-        **{key: getattr(training, key) for key in Training.__dataclass_fields__})
+        **vars(training))
 
 
 def _what(architecture: str, is_discriminator: bool) -> str:
-    kind = "DeBERTa" if architecture.startswith("DebertaFor") or architecture == "DebertaModel" \
-        else "DeBERTa v2/v3"
+    kind = "DeBERTa v2/v3" if architecture.startswith("DebertaV2") else "DeBERTa"
     if is_discriminator:
         return f"A {kind} discriminator, pretrained by replaced-token detection."
     if architecture.endswith("ForMaskedLM"):
@@ -223,10 +218,8 @@ def _shape(values: dict, out: Path) -> list[tuple[str, str]]:
 
 def count_parameters(weights: Path) -> int:
     """Return the number of elements in a safetensors file, from its header."""
-    with open(weights, "rb") as file:
-        length, = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    with safe_open(weights, "numpy") as file:
+        return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())
 
 
 def _side_file(out: Path) -> str:

@@ -1,7 +1,7 @@
 """Templates to self-contained HTML documents.
 
-Everything that a template prints is escaped (autoescape) unless it is written in the template
-itself; the one script is allowed by its hash, so no other one can run.
+Everything that a template of HTML prints is escaped (autoescape) unless it is written in the
+template itself; the one script is allowed by its hash, so no other one can run.
 """
 
 import base64
@@ -9,7 +9,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from deberta_ds import __version__
@@ -18,16 +18,19 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 @cache
-def _environment() -> Environment:
-    return Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
-                       lstrip_blocks=True, undefined=StrictUndefined)
+def template(name: str) -> Template:
+    """Return a file of templates/; a missing value is an error."""
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), trim_blocks=True,
+                              autoescape=name.endswith(".html"), lstrip_blocks=True,
+                              undefined=StrictUndefined)
+    return environment.get_template(name)
 
 
-def render(template: str, **values) -> str:
+def render(name: str, /, **values) -> str:
     """Return the page of a template; it needs no network and no other file."""
     script = (TEMPLATES / "script.js").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = _environment().get_template(template).render(
+    page = template(name).render(
         version=__version__, script=Markup(script), script_hash=f"sha256-{digest}", **values)
     # Half of a surrogate pair has no bytes in UTF-8.
     return page.encode("utf-8", "replace").decode()
