@@ -14,15 +14,13 @@ from statistics import median
 
 from deberta_ds.base.numbers import format_count, format_value
 from deberta_ds.objectives.base import Metric
-from deberta_ds.report.rundata import Run, baseline_name
+from deberta_ds.report.rundata import Points, Run, baseline_name
 
 MAX_POINTS = 240  # more than the pixels of a small card can tell apart
 _LABEL_HEIGHT = 8.0  # of one line of text, in percent of the frame's height
 _LABEL_CHARACTERS = 12  # of one line in the margin at the right
 _FLAT = 1e-6  # a range below this share of the values, or in itself, is float noise
 _ROOM = 0.1  # on each side of a flat line at zero
-
-Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class Chart:
     from_zero: bool = False
     last_x: float = 1.0
     x_name: str = "step"
-    marks: Sequence[float] = ()  # upright lines
-    mark_name: str = ""
+    marks: Sequence[float] = ()  # upright lines: where a run was resumed
     legend: bool = False  # names above the frame instead of at the ends of the lines
 
 
@@ -232,7 +229,6 @@ def _hover(line: Series, unit: str) -> dict:
     }
 
 
-# Which charts a page of runs has: what the objective declares, then what the machine did.
 # What a run did rather than what it learned: drawn as it is, from zero. The third is its headline.
 RUN_CHARTS = ((Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
               (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
@@ -292,7 +288,7 @@ def _one_run(metric: Metric, run: Run) -> Drawing:
     if base := _baseline(metric, run):
         series.append(Series(baseline_name(metric), base, "base", "baseline", run.clock))
     return draw(Chart(metric.key, metric.title, metric.note, metric.unit, series, headline,
-                      last_x=run.last_step, marks=run.resumed_at, mark_name="resumed"))
+                      last_x=run.last_step, marks=run.resumed_at))
 
 
 def _several(metric: Metric, runs: list[Run]) -> Drawing:

@@ -59,7 +59,8 @@ def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
     write_atomic(path, render(
         "sweep.html", sweep=first, mean=format_value(first.mean, "share"),
         mean_note=mean_note(first), scores=scores(first, compared),
-        cards=cards(first)))
+        cards=[_card(name, task, runs) for name, task in first.tasks.items()
+               if (runs := first.runs_of(name))]))
 
 
 def write_results(out: Path, results: Mapping, compared: Sequence[Path] = ()) -> str:
@@ -244,12 +245,6 @@ def _words(name: str) -> str:
 def _medians(metrics: dict[str, Spread]) -> str:
     return ", ".join(f"{_words(name)} {format_value(spread.median, 'share')}"
                      for name, spread in metrics.items())
-
-
-def cards(sweep: Sweep) -> list[TaskCard]:
-    """Return a card for each task that has runs in the file."""
-    return [_card(name, task, runs) for name, task in sweep.tasks.items()
-            if (runs := sweep.runs_of(name))]
 
 
 def _card(name: str, task: TaskScores, runs: list[SeedRun]) -> TaskCard:
