@@ -214,7 +214,6 @@ def _check(release: Release, out: Path, to: str) -> tuple[list[str], list[str]]:
 
 def write_microsoft(release: Release, out: Path) -> list[str]:
     """Write a directory in microsoft's format; return notes on what was written and derived."""
-    out.mkdir(parents=True, exist_ok=True)
     notes: list[str] = []
     own = pad_id_of(release.tokenizer_files)
     for name, network in release.networks().items():

@@ -38,7 +38,6 @@ def write_hugging_face(release: Release, out: Path) -> list[str]:
     notes, own = [], pad_id_of(release.tokenizer_files)
     for name, network in release.networks().items():
         directory = out / GENERATOR_DIRECTORY if name == "generator" else out
-        directory.mkdir(parents=True, exist_ok=True)
         notes += [f"{name}: {note}" for note in _write_network(network, directory, own)]
         notes += write_tokenizer_files(release.tokenizer_files, directory,
                                        release.main.config.max_position)
@@ -119,8 +118,6 @@ def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     write_safetensors(directory / SAFETENSORS, main, {"format": "pt"})
     if side:
         write_safetensors(directory / SIDE_FILE, side, {"format": "pt"})
-    else:
-        (directory / SIDE_FILE).unlink(missing_ok=True)
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
     return [f"written: {directory / SAFETENSORS} ({len(main)} tensors) as "
             f"{values['architectures'][0]}", *notes]

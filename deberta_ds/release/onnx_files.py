@@ -45,7 +45,6 @@ def write_onnx(release: Release, out: Path, precision: str) -> list[str]:
     precision: "fp32", or "int8", which writes both. UserError if a graph does not compute what
     PyTorch does.
     """
-    require_onnx()
     checks = []
     for name, network in release.networks().items():
         directory = (out / GENERATOR_DIRECTORY if name == "generator" else out) / "onnx"

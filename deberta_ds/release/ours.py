@@ -68,7 +68,6 @@ def describe_ours(directory: Path) -> dict[str, tuple[ModelConfig, dict]]:
 
 def write_ours(release: Release, out: Path) -> list[str]:
     """Write a consolidated directory; return notes on what was written."""
-    out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     described: dict[str, dict] = {}
     for name, network in release.networks().items():
