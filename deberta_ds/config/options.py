@@ -215,8 +215,8 @@ def validate(cls: type, values: dict, place: str) -> Any:
         raise_problems(place, _problems(error, cls))
 
 
-_BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "above"),
-           "less_than_equal": ("le", "at most"), "less_than": ("lt", "below")}
+_BOUNDS = {"greater_than_equal": "ge", "greater_than": "gt", "less_than_equal": "le",
+           "less_than": "lt"}  # pydantic's types of errors: keys of _LIMITS
 
 
 def problems_of(cls: type, values: dict) -> list[str]:
@@ -266,8 +266,8 @@ def _problem(item: ErrorDetails, cls: type) -> str:
     given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
     meaning = _meaning(item["loc"], cls)
     if item["type"] in _BOUNDS:
-        limit, words = _BOUNDS[item["type"]]
-        return f"{where}{given}: must be {words} {item['ctx'][limit]}{meaning}"
+        limit = _BOUNDS[item["type"]]
+        return f"{where}{given}: must be {_LIMITS[limit]} {item['ctx'][limit]}{meaning}"
     if item["type"] in ("too_short", "string_too_short"):
         return f"{where}{given}: must not be empty{meaning}"
     return f"{where}{given}: {item['msg'][0].lower()}{item['msg'][1:]}{meaning}"

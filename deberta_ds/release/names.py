@@ -39,9 +39,9 @@ _HEADS = {"mlm_head.dense": "lm_predictions.lm_head.dense",
           "rtd_head.dense": "mask_predictions.dense", "rtd_head.norm": "mask_predictions.LayerNorm",
           "rtd_head.classifier": "mask_predictions.classifier"}
 # The default ("legacy") masked-LM head of transformers, equal in meaning to `lm_predictions`.
-_LEGACY_HEAD = {"lm_predictions.lm_head.dense": "cls.predictions.transform.dense",
-                "lm_predictions.lm_head.LayerNorm": "cls.predictions.transform.LayerNorm",
-                "lm_predictions.lm_head.bias": "cls.predictions.bias"}
+_LEGACY_HEAD = {"cls.predictions.transform.dense": "lm_predictions.lm_head.dense",
+                "cls.predictions.transform.LayerNorm": "lm_predictions.lm_head.LayerNorm",
+                "cls.predictions.bias": "lm_predictions.lm_head.bias"}
 COPIES = {  # tied duplicates in transformers' files and state: of 3 and 4, the last of 5.0 to 5.19
     "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -84,7 +84,7 @@ def their_name(ours: str, config: ModelConfig) -> str:
 
 def from_legacy_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors with transformers' legacy masked-LM head under the microsoft names."""
-    return _rename(tensors, {old: new for new, old in _LEGACY_HEAD.items()})
+    return _rename(tensors, _LEGACY_HEAD)
 
 
 def _rename(tensors: dict[str, Tensor], table: dict[str, str]) -> dict[str, Tensor]:
