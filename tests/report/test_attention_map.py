@@ -10,7 +10,7 @@ import pytest
 import torch
 from export_cases import FAMILIES, make_release
 from report_cases import Page
-from test_report_browser import CHROMIUM, FRAME, browse
+from test_report_browser import CHROMIUM, probed
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate.attention_parts import attention_parts, position_similarity
@@ -102,35 +102,20 @@ def test_the_page_holds_the_numbers_and_the_text_as_text(page, tmp_path):
     assert imread(page.with_suffix(".png")).shape[0] > 1000
 
 
-PROBE = """<script>
-addEventListener('load', () => {
-  const inside = document.documentElement.clientWidth, wide = [];
-  for (const element of document.querySelectorAll('main *')) {
-    if (element.closest('.scroll, svg, summary, .at')) continue;
-    const box = element.getBoundingClientRect();
-    if (box.width && (box.right > inside + 1 || box.left < -1))
-      wide.push(element.tagName + '.' + element.className);
-  }
+READ_A_PAIR = """
   const head = document.querySelector('.maps'), map = head.querySelector('.map');
   const box = map.getBoundingClientRect();
   map.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + 1,
                                                      clientY: box.top + box.height - 1}));
-  parent.postMessage(btoa(unescape(encodeURIComponent(JSON.stringify({wide, width: inside,
-    size: box.width, readout: head.querySelector('.readout').textContent})))), '*');
-});
-</script>"""
+  return {size: box.width, readout: head.querySelector('.readout').textContent};
+"""
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 @pytest.mark.parametrize("width", [1400, 390])
 def test_the_pointer_reads_a_pair_of_tokens(page, tmp_path, width):
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
-    (tmp_path / "page.html").write_text(text.replace("</main>", "</main>" + PROBE))
-    (tmp_path / "frame.html").write_text(FRAME % width)
-    dom = browse(tmp_path / "frame.html", "--window-size=1500,2000", "--dump-dom",
-                 "--virtual-time-budget=2000", tmp_path=tmp_path)
-    found = json.loads(base64.b64decode(re.search(r"<title>PROBE(.*?)</title>", dom)[1]))
-    assert found["wide"] == [] and found["width"] == width and found["size"] > 100
+    found = probed(page.read_text(), READ_A_PAIR, width, tmp_path)
+    assert found["size"] > 100
     assert re.match(r"\[SEP\] . \[CLS\].*distance \d+content to content .*probability [\d.]+ %",
                     found["readout"]), found["readout"]
 

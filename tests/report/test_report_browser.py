@@ -77,6 +77,10 @@ def browse(page, *flags, tmp_path):
     return done.stdout
 
 
+def without_policy(text):
+    return re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """Every kind of page of every hostile text: {name: path}, and the tags of a harmless one."""
@@ -121,21 +125,43 @@ def test_a_script_that_was_smuggled_in_would_not_run(pages, tmp_path):
     text = pages["run", 0].read_text()
     page.write_text(text.replace("<main>", "<main>" + evil))
     assert "<title>owned" not in browse(page, "--dump-dom", tmp_path=tmp_path)
-    bare = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-    page.write_text(bare.replace("<main>", "<main>" + evil))
+    page.write_text(without_policy(text).replace("<main>", "<main>" + evil))
     assert "<title>owned" in browse(page, "--dump-dom", tmp_path=tmp_path)  # the test can fail
 
 
-PROBE = """
-<script>
+# Put into a page: tells what is wider than the page, and what the lines of BODY return.
+PROBE = """<script>
 addEventListener('load', () => {
   const wide = [], inside = document.documentElement.clientWidth;
   for (const element of document.querySelectorAll('main *')) {
-    if (element.closest('.scroll, svg, summary')) continue;
+    if (element.closest('.scroll, svg, summary, .at')) continue;
     const box = element.getBoundingClientRect();
     if (box.width && (box.right > inside + 1 || box.left < -1))
       wide.push(element.tagName + '.' + element.className + ' ' + element.textContent.slice(0, 30));
   }
+  const found = (() => {BODY})();
+  parent.postMessage(btoa(unescape(encodeURIComponent(JSON.stringify(
+    {wide, width: inside, ...found})))), '*');
+});
+</script>"""
+# A frame, because a window of Chromium is never narrower than 500 pixels.
+FRAME = """<!doctype html><title>none</title><iframe src="page.html" style="border:0;width:%dpx;
+height:2000px"></iframe><script>onmessage = (e) => document.title = 'PROBE' + e.data</script>"""
+
+
+def probed(text, body, width, tmp_path):
+    """Return what the PROBE with these lines finds in a page of `width` pixels."""
+    (tmp_path / "page.html").write_text(without_policy(text).replace(
+        "</main>", "</main>" + PROBE.replace("BODY", body)))
+    (tmp_path / "frame.html").write_text(FRAME % width)
+    dom = browse(tmp_path / "frame.html", "--window-size=1500,2000", "--dump-dom",
+                 "--virtual-time-budget=2000", tmp_path=tmp_path)
+    found = json.loads(base64.b64decode(re.search(r"<title>PROBE(.*?)</title>", dom)[1]))
+    assert found["wide"] == [] and found["width"] == width
+    return found
+
+
+READ_A_CHART = """
   const plot = document.querySelector('.plot'), box = plot.getBoundingClientRect();
   plot.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + box.width / 2,
                                                       clientY: box.top + 9}));
@@ -146,16 +172,10 @@ addEventListener('load', () => {
     document.querySelector(pressed)?.click();
   const drawn = [...document.querySelectorAll('.plot')].map((one) =>
     one.querySelector('svg').innerHTML + one.querySelector('.x').textContent).join();
-  parent.postMessage(btoa(unescape(encodeURIComponent(JSON.stringify({
-    broken: /NaN|Infinity|undefined/.test(drawn), x: plot.querySelector('.x').textContent,
-    wide, tip: tipText, spill: spill.map((s) => s.textContent),
-    hints: document.querySelectorAll('.wider').length, width: inside})))), '*');
-});
-</script>
+  return {broken: /NaN|Infinity|undefined/.test(drawn), x: plot.querySelector('.x').textContent,
+          tip: tipText, spill: spill.map((s) => s.textContent),
+          hints: document.querySelectorAll('.wider').length};
 """
-# A frame, because a window of Chromium is never narrower than 500 pixels.
-FRAME = """<!doctype html><title>none</title><iframe src="page.html" style="border:0;width:%dpx;
-height:2000px"></iframe><script>onmessage = (e) => document.title = 'PROBE' + e.data</script>"""
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
@@ -170,14 +190,8 @@ def test_nothing_overflows_and_the_pointer_reads_out(tmp_path, kind, width):
     else:
         runs = [make_run(tmp_path / f"{n}", name=f"{n}{name}") for n in range(2)]
         run_pages.write_runs(page, runs[:1 + (kind == "both")])
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
-    page.write_text(text.replace("</main>", "</main>" + PROBE))
-    frame = tmp_path / "frame.html"
-    frame.write_text(FRAME % width)
-    dom = browse(frame, "--window-size=1500,2000", "--dump-dom", "--virtual-time-budget=2000",
-                 tmp_path=tmp_path)
-    found = json.loads(base64.b64decode(re.search(r"<title>PROBE(.*?)</title>", dom)[1]))
-    assert found["wide"] == [] and found["spill"] == [] and found["width"] == width
+    found = probed(page.read_text(), READ_A_CHART, width, tmp_path)
+    assert found["spill"] == []
     tip = {"run": "step \\d+.*training ?.*held out", "sweep": "epoch \\d.*seed 1", "both":
            f"step \\d+.*0{name} .*1{name} "}[kind]
     assert re.match(tip, found["tip"]), found["tip"]
