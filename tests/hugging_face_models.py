@@ -51,3 +51,16 @@ def hugging_face(config, tensors):
     missing, unexpected = model.load_state_dict(theirs, strict=False)
     assert set(missing) <= {"embeddings.position_ids"} and not unexpected
     return model.eval()
+
+
+def decoded_by_transformers(theirs, position_table, ids, mask=None):
+    """Return the enhanced mask decoder's states [B, L, C], from the layers of a DebertaV2Model."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    states = theirs(ids, attention_mask=mask, output_hidden_states=True)
+    encoder, memory = theirs.encoder, states.hidden_states[-2]
+    query = position_table[: memory.size(1)] + memory
+    for _ in range(2):
+        query, _ = encoder.layer[-1](
+            memory, encoder.get_attention_mask(mask), query_states=query,
+            relative_pos=encoder.get_rel_pos(memory), rel_embeddings=encoder.get_rel_embedding())
+    return query

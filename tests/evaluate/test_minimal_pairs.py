@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from data_helpers import tiny_tokenizer
-from hugging_face_models import FAMILIES, hugging_face, random_values
+from hugging_face_models import FAMILIES, decoded_by_transformers, hugging_face, random_values
 from launching import ROOT
 
 from deberta_ds.base.errors import UserError
@@ -86,16 +86,8 @@ def transformers_log_probabilities(model: LoadedModel):
 
     @torch.no_grad()
     def log_probabilities(ids: list[int], column: int) -> torch.Tensor:
-        inputs = torch.tensor([ids])
-        mask = torch.ones_like(inputs)
-        memory = theirs(inputs, attention_mask=mask, output_hidden_states=True).hidden_states[-2]
-        encoder, query = theirs.encoder, positions[: len(ids)] + memory
-        for _ in range(2):
-            query, _ = encoder.layer[-1](
-                memory, encoder.get_attention_mask(mask), query_states=query,
-                relative_pos=encoder.get_rel_pos(memory),
-                rel_embeddings=encoder.get_rel_embedding())
-        state = head.norm(F.gelu(head.dense(query[0, column])))
+        decoded = decoded_by_transformers(theirs, positions, torch.tensor([ids]))
+        state = head.norm(F.gelu(head.dense(decoded[0, column])))
         logits = state @ table.T + head.bias
         return logits[: model.tokenizer.size].log_softmax(-1)
 

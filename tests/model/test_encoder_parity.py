@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hugging_face_models import BASE, FAMILIES, hugging_face, random_values
+from hugging_face_models import (
+    BASE,
+    FAMILIES,
+    decoded_by_transformers,
+    hugging_face,
+    random_values,
+)
 
 from deberta_ds.data.batch import Batch
 from deberta_ds.model.backbone import Backbone
@@ -91,20 +97,6 @@ def masked_batch(length):
                  num_tokens=int(mask.sum()))
 
 
-def decoded_by_transformers(theirs, config, position_table, batch):
-    """Return the enhanced mask decoder's states [B, L, C], from transformers' layers."""
-    mask = batch.segments.long()
-    states = theirs(batch.input_ids, attention_mask=mask, output_hidden_states=True)
-    encoder, memory = theirs.encoder, states.hidden_states[-2]
-    query = position_table[: memory.size(1)] + memory
-    pairs = encoder.get_attention_mask(mask)
-    relative = encoder.get_rel_pos(memory)
-    for _ in range(2):
-        query, _ = encoder.layer[-1](memory, pairs, query_states=query, relative_pos=relative,
-                                     rel_embeddings=encoder.get_rel_embedding())
-    return query
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("family", ["v3", "v2_conv", "v1_key_bias"])
 def test_masked_lm_with_enhanced_decoder_equals_rebuild(family, length):
@@ -116,7 +108,8 @@ def test_masked_lm_with_enhanced_decoder_equals_rebuild(family, length):
     theirs = hugging_face(config, tensors)
     batch = masked_batch(length)
     head = masked_lm.head
-    decoded = decoded_by_transformers(theirs, config, masked_lm.positions.weight, batch)
+    decoded = decoded_by_transformers(theirs, masked_lm.positions.weight, batch.input_ids,
+                                      batch.segments.long())
     states = decoded[batch.labels >= 0]
     expected = head.norm(F.gelu(head.dense(states))) @ words.weight.T + head.bias
     labels = batch.labels[batch.labels >= 0]

@@ -9,6 +9,8 @@ import shutil
 import unicodedata
 
 import deberta_v1_files as public
+import hugging_face_models
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from export_cases import same_networks
 from safetensors.torch import load_file
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.data.batch import IGNORE, Batch
+from deberta_ds.data.batch import IGNORE, Row, collate
 from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_masked_lm
 from deberta_ds.finetuning.models import open_start
 from deberta_ds.release.convert import convert
@@ -64,26 +66,10 @@ def decoded_by_transformers(state, ids_L, masked_M):
     values = public.CONFIG | {"model_type": "deberta-v2", "share_att_key": False}
     model = transformers.DebertaV2Model(transformers.DebertaV2Config(**values)).eval()
     model.load_state_dict(theirs)
-    ids_BL = ids_L[None]
-    memory = model(ids_BL, output_hidden_states=True).hidden_states[-2]
-    query, encoder = positions[: ids_BL.size(1)] + memory, model.encoder
-    for _ in range(2):
-        query, _ = encoder.layer[-1](
-            memory, encoder.get_attention_mask(torch.ones_like(ids_BL)), query_states=query,
-            relative_pos=encoder.get_rel_pos(memory), rel_embeddings=encoder.get_rel_embedding())
-    dense = F.gelu(F.linear(query[0, masked_M], head["dense.weight"], head["dense.bias"]))
+    states_BLC = hugging_face_models.decoded_by_transformers(model, positions, ids_L[None])
+    dense = F.gelu(F.linear(states_BLC[0, masked_M], head["dense.weight"], head["dense.bias"]))
     normed = F.layer_norm(dense, (hidden,), head["LayerNorm.weight"], head["LayerNorm.bias"], 1e-7)
     return normed @ theirs["embeddings.word_embeddings.weight"].T + head["bias"]
-
-
-def single_batch(ids_L, masked_M):
-    labels_BL = torch.full((1, len(ids_L)), IGNORE)
-    labels_BL[0, masked_M] = 4
-    return Batch(rows=torch.zeros(1, dtype=torch.long), input_ids=ids_L[None], labels=labels_BL,
-                 segments=torch.ones(1, len(ids_L), dtype=torch.int),
-                 positions=torch.arange(len(ids_L))[None], target_positions=masked_M[None],
-                 target_index=torch.arange(len(masked_M)), num_targets=len(masked_M),
-                 num_tokens=len(ids_L))
 
 
 @torch.no_grad()
@@ -92,7 +78,10 @@ def test_masked_words_are_decoded_as_the_official_code_does(hub):
     masked_M = torch.tensor([1, 17, 38])
     expected = decoded_by_transformers(public.state_dict(), ids_L, masked_M)
     words, masked_lm = load_backbone(hub).masked_lm
-    states = masked_lm.target_states(words, single_batch(ids_L, masked_M))
+    labels = np.full(40, IGNORE)
+    labels[masked_M] = 4
+    row = Row(0, ids_L.numpy(), labels, segments=np.ones(40, np.int32), positions=np.arange(40))
+    states = masked_lm.target_states(words, collate([row]))
     head = masked_lm.head
     found = head.norm(F.gelu(head.dense(states))) @ words.weight.T + head.bias
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

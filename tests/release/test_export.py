@@ -18,13 +18,13 @@ from export_cases import (
     same_networks,
     with_classifier,
 )
+from hugging_face_models import decoded_by_transformers
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import InitConfig
-from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import Row
 from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_masked_lm
 from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.objectives.mlm import padded
 from deberta_ds.release import configs, convert, names, read_back
 from deberta_ds.release.average import average
 from deberta_ds.release.convert import write_microsoft
@@ -71,10 +71,7 @@ def test_exported_model_computes_the_detection_logits_of_training(tmp_path):
     release = release_of_state(state, run)
     write_hugging_face(release, tmp_path)
     ids = torch.randint(4, 600, (2, 24))
-    row = [Row(number, ids[number].numpy(), ids[number].numpy() * 0 - 100,
-               (ids[number].numpy() * 0 + 1).astype("int32"),
-               torch.arange(24, dtype=torch.int32).numpy()) for number in range(2)]
-    batch = collate(row)
+    batch = padded(ids.tolist(), tiny_tokenizer())
     with torch.no_grad():
         wanted = model.discriminator(model.words, batch.input_ids, batch)
         loaded = load_backbone(tmp_path)
@@ -251,16 +248,9 @@ def test_fill_mask_runs_the_enhanced_decoder(tmp_path):
     write_hugging_face(release, tmp_path / "hf")
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
-        mask = torch.ones_like(ids)
-        encoder = theirs.deberta.encoder
-        memory = theirs.deberta(ids, output_hidden_states=True).hidden_states[-2]
-        query = release.main.tensors["positions.weight"][: ids.size(1)] + memory
-        for _ in range(2):
-            query, _ = encoder.layer[-1](
-                memory, encoder.get_attention_mask(mask), query_states=query,
-                relative_pos=encoder.get_rel_pos(memory),
-                rel_embeddings=encoder.get_rel_embedding())
-        logits = theirs.lm_predictions(query, theirs.deberta.embeddings.word_embeddings)
+        states = decoded_by_transformers(theirs.deberta, release.main.tensors["positions.weight"],
+                                         ids)
+        logits = theirs.lm_predictions(states, theirs.deberta.embeddings.word_embeddings)
     wanted = logits[ids == tokenizer.mask_id][:, : tokenizer.size].softmax(-1).topk(3)
     assert [[f.token for f in mask] for mask in found] == wanted.indices.tolist()
     values = torch.tensor([[f.probability for f in mask] for mask in found])
@@ -316,8 +306,7 @@ def test_two_stages_make_a_generator_where_none_was_released(tmp_path):
     run = run_config("v3")
     release = make_release("v3")
     release.generator = None
-    for name in ("words.delta",):
-        del release.main.tensors[name]
+    del release.main.tensors["words.delta"]
     write_hugging_face(release, tmp_path / "public")
     with pytest.raises(UserError, match="has no generator.*docs/how-to/adapt-a-public-model.md"):
         started(run, tmp_path / "public")
