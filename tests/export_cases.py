@@ -7,7 +7,7 @@ import torch
 from data_helpers import tokenizer_path
 from torch import nn
 
-from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, RunConfig, from_dict
+from deberta_ds.config.run_config import RunConfig, from_dict
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.ours import release_of_state
 from deberta_ds.release.release import Network, Release
@@ -75,5 +75,3 @@ def same_networks(first: Release, second: Release) -> None:
             assert torch.equal(tensor, other.tensors[key]), key
 
 
-__all__ = ["BASE", "FAMILIES", "ModelConfig", "ObjectiveConfig", "make_release", "random_state",
-           "run_config", "same_networks", "with_classifier"]

@@ -2,15 +2,14 @@
 
 import copy
 import dataclasses
-import json
 import shutil
 
 import pytest
+import report_cases
 import thread_ranks
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from launching import make_run
-from report_cases import make_records
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config import run_config
@@ -109,21 +108,13 @@ def test_a_flipped_byte_of_a_held_out_corpus_is_found_when_all_is_verified(root,
         setup._open(run)
 
 
-def test_the_page_shows_each_corpus(root):
-    run = loaded(root)
-    out = root / "out"
-    out.mkdir()
-    records = make_records()
+def test_the_page_shows_each_corpus(tmp_path):
+    records = report_cases.make_records()
     for record in records:
         if record["kind"] == "eval":
             record |= {f"{key}/{name}": value for name in ("de", "en")
                        for key, value in record.items() if key.startswith("generator")}
-    (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    saved = {"run": run_config.to_dict(run), "deepspeed": {}, "origins": {}, "versions": {},
-             "content_hashes": {}, "world_size": 1, "parameters": 1, "hardware": "", "kernels": {},
-             "device": "cpu", "commit": ""}
-    (out / "config.json").write_text(json.dumps(saved))
-    table = evaluation_by_corpus(read_run(out))
-    assert [row[0].text for row in table.rows] == ["de", "en"]
-    plain = dataclasses.replace(read_run(out), evals=[{"kind": "eval", "step": 1, "roc_auc": 0.5}])
+    run = read_run(report_cases.make_run(tmp_path / "run", records, extras=False))
+    assert [row[0].text for row in evaluation_by_corpus(run).rows] == ["de", "en"]
+    plain = dataclasses.replace(run, evals=[{"kind": "eval", "step": 1, "roc_auc": 0.5}])
     assert evaluation_by_corpus(plain) is None

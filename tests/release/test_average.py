@@ -1,14 +1,12 @@
 """The mean of models: weights, formats, refusals."""
 
 import dataclasses
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from export_cases import make_release, random_state, run_config, same_networks
-from launching import ROOT
+from launching import ROOT, python
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.objectives.build import build_model
@@ -71,9 +69,8 @@ def test_it_is_written_as_any_model_is(tmp_path, to):
 
 def test_a_mean_does_not_take_the_place_of_one_of_its_models(tmp_path):
     places, releases = write_models(tmp_path, 2)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "average.py"), "--models", *map(str, places),
-         "--out", str(places[0]), "--to", "ours"], capture_output=True, text=True, check=False)
+    done = python(ROOT / "launch/average.py", "--models", *places, "--out", places[0], "--to",
+                  "ours", check=False)
     assert done.returncode == 2 and "is what is converted" in done.stderr
     same_networks(read_release(places[0]), releases[0])
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import InitConfig, ModelConfig
 from deberta_ds.release import configs, read_back
-from deberta_ds.release.convert import convert
+from deberta_ds.release.convert import convert, microsoft_tensors, write_microsoft
 from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import load_backbone
@@ -28,9 +28,8 @@ from deberta_ds.release.release import build_backbone
 SAID = "transformers reads other rows of the source's relative table"
 
 
-def same_tensors(first, second, names=None):
-    names = names or first.keys() | second.keys()
-    for name in names:
+def same_tensors(first, second):
+    for name in first.keys() | second.keys():
         assert torch.equal(first[name], second[name]), name
 
 
@@ -176,7 +175,6 @@ def test_v1_with_key_bias_becomes_debertav2_with_the_same_logits(tmp_path):
 def rtd_directory(path, drop):
     """Write a microsoft directory of an RTD model without the names in `drop`."""
     release = make_release("v3")
-    from deberta_ds.release.convert import write_microsoft
     write_microsoft(release, path)
     state = torch.load(path / MS_FILES[0], weights_only=True)
     torch.save({name: tensor for name, tensor in state.items() if not name.endswith(drop)},
@@ -233,7 +231,6 @@ def test_old_prefix_config_entry_and_buffer(tmp_path):
 
 def test_official_training_output_takes_the_newest_common_step(tmp_path):
     release = make_release("v3")
-    from deberta_ds.release.convert import microsoft_tensors
     for folder, network in (("discriminator", release.main), ("generator", release.generator)):
         (tmp_path / folder).mkdir()
         values = configs.to_microsoft(network.config, {})

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import transformers
 from convert_cases import MS_FILES, microsoft_directory, transformers_model
 from data_helpers import tokenizer_path
 from export_cases import make_release
+from launching import ROOT, python
 from safetensors.torch import load_file, save_file
 
 from deberta_ds.base.errors import UserError
@@ -19,8 +19,6 @@ from deberta_ds.release import convert as module
 from deberta_ds.release.convert import convert
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.reader import read_release, read_shapes
-
-ROOT = Path(__file__).parents[2]
 
 
 class Payload:
@@ -34,10 +32,7 @@ class Payload:
 
 
 def command(*arguments):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    line = [sys.executable, ROOT / "launch" / "convert.py", *arguments]
-    return subprocess.run(list(map(str, line)), capture_output=True, text=True, env=environment,
-                          timeout=120)
+    return python(ROOT / "launch/convert.py", *arguments, check=False)
 
 
 def test_pickle_with_code_is_refused_and_not_run(tmp_path):
@@ -255,14 +250,15 @@ def test_leftovers_of_a_killed_conversion_are_cleaned_up_by_the_next(tmp_path, s
     assert left == {"out", at_work, ".out.notes.tmp"}
 
 
+def detection_head():
+    """Return random tensors of a discriminator's head, under microsoft's names."""
+    shapes = {"dense.weight": (32, 32), "dense.bias": 32, "LayerNorm.weight": 32,
+              "LayerNorm.bias": 32, "classifier.weight": (1, 32), "classifier.bias": 1}
+    return {f"mask_predictions.{name}": torch.randn(shape) for name, shape in shapes.items()}
+
+
 def test_command_prints_what_became_of_every_part(tmp_path):
-    source = microsoft_directory(tmp_path / "source", "v3", **{
-        "mask_predictions.dense.weight": torch.randn(32, 32),
-        "mask_predictions.dense.bias": torch.randn(32),
-        "mask_predictions.LayerNorm.weight": torch.randn(32),
-        "mask_predictions.LayerNorm.bias": torch.randn(32),
-        "mask_predictions.classifier.weight": torch.randn(1, 32),
-        "mask_predictions.classifier.bias": torch.randn(1)})
+    source = microsoft_directory(tmp_path / "source", "v3", **detection_head())
     (source / "spm.model").write_bytes(Path(tokenizer_path()).read_bytes())
     result = command("--model", source, "--out", tmp_path / "out", "--to", "hf")
     assert result.returncode == 0, result.stderr
@@ -275,8 +271,7 @@ def test_command_prints_what_became_of_every_part(tmp_path):
 def _fine_tuned(path, head, family="v3", **labels):
     """Write a model with a classifier's head as transformers saves it, some values changed."""
     transformers_model(family, head).save_pretrained(path)
-    values = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(values | labels))
+    edit_config(**labels)(path)
     return path
 
 
@@ -292,10 +287,7 @@ def test_a_multiple_choice_model_stays_one(tmp_path):
 def test_a_classifier_saved_over_an_export_is_one(tmp_path):
     """The heads of pretraining that the export had left aside made it a bare encoder."""
     source = _fine_tuned(tmp_path / "source", "ForSequenceClassification")
-    rtd = {f"mask_predictions.{name}": torch.randn(shape) for name, shape in {
-        "dense.weight": (32, 32), "dense.bias": 32, "LayerNorm.weight": 32, "LayerNorm.bias": 32,
-        "classifier.weight": (1, 32), "classifier.bias": 1}.items()}
-    save_file(rtd, source / "pretraining_heads.safetensors", metadata={"format": "pt"})
+    save_file(detection_head(), source / "pretraining_heads.safetensors", {"format": "pt"})
     convert(source, tmp_path / "out", "hf")
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["architectures"] == ["DebertaV2ForSequenceClassification"]

@@ -12,8 +12,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config import run_config
 from deberta_ds.config.model import padded_rows
 from deberta_ds.config.options import ConfigError
-from deberta_ds.release.convert import write_microsoft
-from deberta_ds.release.hf import write_hugging_face
+from deberta_ds.release.convert import WRITERS
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.reader import read_release, read_shapes
 from deberta_ds.release.shape import complete
@@ -92,9 +91,6 @@ def test_a_run_whose_source_is_gone_goes_on_with_the_shape_of_its_checkpoint(run
     assert run.objective.generator_layers == 0
     with pytest.raises(UserError, match="models/gone: no such file"):
         load(other, resume="never")
-
-
-WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,7 +20,7 @@ from deberta_ds.config.run_config import InitConfig, SourceConfig
 from deberta_ds.config.toml_files import as_toml
 from deberta_ds.corpus.extend_tokenizer import extend_tokenizer
 from deberta_ds.objectives.build import build_model, held_parameters
-from deberta_ds.release.convert import convert, write_microsoft
+from deberta_ds.release.convert import WRITERS, convert
 from deberta_ds.release.hf import write_hugging_face
 from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import release_of_state, write_ours
@@ -29,7 +29,6 @@ from deberta_ds.release.shape import complete, padded_rows
 from deberta_ds.release.vocabulary import starting_points
 from deberta_ds.tokenizer import Tokenizer
 
-WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
 KINDS = ("sentencepiece", "roberta", "bert_cased", "unigram", "llama", "deberta_v1")
 
 
