@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.data.batch import IGNORE, Row, collate
@@ -62,10 +61,7 @@ def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]
     ids_L = np.array(ids)
     row = Row(0, ids_L, np.where(ids_L == tokenizer.mask_id, 0, IGNORE),
               segments=np.ones_like(ids_L), positions=np.arange(len(ids)))
-    states_TC = masked_lm.target_states(words, collate([row]))
-    head = masked_lm.head
-    hidden_TC = head.norm(F.gelu(head.dense(states_TC)))
-    logits_TV = hidden_TC @ words.weight.T + head.bias
+    logits_TV = masked_lm.head.logits(masked_lm.target_states(words, collate([row])), words)
     # Rows above the tokenizer's size were never inside a training softmax.
     probabilities_TV = logits_TV[:, : tokenizer.size].softmax(-1)
     best = probabilities_TV.topk(min(top, tokenizer.size))

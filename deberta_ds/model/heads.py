@@ -27,8 +27,16 @@ class MaskedLmHead(nn.Module):
 
     def forward(self, hidden_TC: Tensor, words: TokenEmbedding, labels_T: Tensor, **prediction):
         """Return `linear_cross_entropy`'s (loss sum, number correct, sampled ids or None)."""
-        hidden_TC = self.norm(F.gelu(self.dense(hidden_TC)))
-        return words(hidden_TC, labels_T=labels_T, bias_V=self.bias, loss=self.loss, **prediction)
+        return words(self.transformed(hidden_TC), labels_T=labels_T, bias_V=self.bias,
+                     loss=self.loss, **prediction)
+
+    def transformed(self, hidden: Tensor) -> Tensor:
+        """Return the states [..., C] whose products with the token embedding are the logits."""
+        return self.norm(F.gelu(self.dense(hidden)))
+
+    def logits(self, hidden: Tensor, words: TokenEmbedding) -> Tensor:
+        """Return logits [..., V]."""
+        return self.transformed(hidden) @ words.weight.T + self.bias
 
 
 class MaskedLm(nn.Module):

@@ -211,6 +211,4 @@ def _masked_lm_logits(network: Network, ids_BL: Tensor, mask_BL: Tensor) -> Tens
     words, masked_lm = networks.build_masked_lm(network)
     columns_BL = torch.arange(ids_BL.size(1)).expand(ids_BL.shape)
     decoder = masked_lm.positions and DecoderQueries(masked_lm.positions(columns_BL), columns_BL)
-    hidden_BLC = masked_lm.trunk(words(ids_BL), mask_BL, None, decoder)
-    head = masked_lm.head
-    return head.norm(F.gelu(head.dense(hidden_BLC))) @ words.weight.T + head.bias
+    return masked_lm.head.logits(masked_lm.trunk(words(ids_BL), mask_BL, None, decoder), words)
