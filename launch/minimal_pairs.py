@@ -69,7 +69,7 @@ def main() -> None:
     scored = dist.together(lambda: pair_scores.score_pairs(model, pairs, options.scoring))
     result = pair_scores.describe(scored, pairs, options.model, options.data)
     if dist.is_main():
-        published = pair_scores.published_scores(pair_scores.phenomena_of(result))
+        published = pair_scores.published_scores(result)
         print(pair_scores.table(result, published))
         if options.out:
             path = options.out / "minimal_pairs.json"

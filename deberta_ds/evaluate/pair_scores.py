@@ -62,7 +62,6 @@ class PairScores:
     """scores: {scorer: fp64 [pairs, 2]}, good sentences first; and what it took."""
 
     scores: dict[str, np.ndarray]
-    num_sentences: int
     unknown_pieces: int
     seconds: float
 
@@ -101,7 +100,7 @@ def score_pairs(model: LoadedModel, pairs: list[MinimalPair], scoring: str = "wo
                             f"is no number ({len(wrong):,} pairs of {len(pairs):,}); the model "
                             "diverged, or its files are damaged")
     unknown = sum(ids.count(model.tokenizer.unk_id) for ids in encoded)
-    return PairScores(scores, len(texts), unknown, time.monotonic() - started)
+    return PairScores(scores, unknown, time.monotonic() - started)
 
 
 def _likelihoods(model: LoadedModel, sentences: list[list[int]],
@@ -191,7 +190,7 @@ def masked_scores(words: TokenEmbedding, masked_lm: MaskedLm, tokenizer: Tokeniz
                           tokenizer).to(words.weight.device)
     label_B = inputs.labels.gather(1, inputs.target_positions)[:, 0]
     head, size = masked_lm.head, tokenizer.size
-    states_BC = head.norm(F.gelu(head.dense(masked_lm.target_states(words, inputs))))
+    states_BC = head.transformed(masked_lm.target_states(words, inputs))
     rows = max(1, _LOGITS_AT_ONCE // size)
     parts = []
     for some_BC, some_B in zip(states_BC.split(rows), label_B.split(rows), strict=True):
@@ -258,18 +257,12 @@ def _score(means: np.ndarray, draws: np.ndarray) -> dict:
 
 def describe(scored: PairScores, pairs: list[MinimalPair], model: str, data: str) -> dict:
     """Return minimal_pairs.json: what was asked, of what, and every score."""
-    return {"model": model, "data": data, "pairs": len(pairs), "sentences": scored.num_sentences,
+    return {"model": model, "data": data, "pairs": len(pairs), "sentences": 2 * len(pairs),
             "unknown_pieces": scored.unknown_pieces, "ranks": dist.world_size(),
             "seconds": round(scored.seconds, 2),
             "headlines": [name for name in HEADLINES if name in scored.scores],
             "interval": f"{_LEVEL:.0%} bootstrap over pairs, {_DRAWS:,} draws",
             "scorers": summarize(scored, pairs)}
-
-
-def phenomena_of(result: dict) -> dict[str, str]:
-    """Return {paradigm: phenomenon} of a minimal_pairs.json."""
-    first = next(iter(result["scorers"].values()))
-    return {name: values["phenomenon"] for name, values in first["paradigms"].items()}
 
 
 def table(result: dict, published: dict[str, dict[str, float]]) -> str:
@@ -305,20 +298,21 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
     return "\n".join([text, *notes])
 
 
-def published_scores(paradigms: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Return {model: {"overall" or phenomenon: accuracy}}, n-gram to GPT-2 and people, for
-    {paradigm: phenomenon}.
+def published_scores(result: dict) -> dict[str, dict[str, float]]:
+    """Return {model: {"overall" or phenomenon: accuracy}}, n-gram to GPT-2 and people, for the
+    phenomena of a minimal_pairs.json.
 
-    Empty unless the paradigms are all 67 of BLiMP. Filtered versions of BLiMP have the same names
+    Empty unless its paradigms are all 67 of BLiMP. Filtered versions of BLiMP have the same names
     and fewer pairs, so their scores differ by a few points.
     """
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    if paradigms.keys() != published["paradigms"].keys():
-        return {}
-    groups = {"overall": list(published["paradigms"])}
-    for paradigm, phenomenon in sorted(paradigms.items()):
-        groups.setdefault(phenomenon, []).append(paradigm)
     scores = published["paradigms"]
+    paradigms = next(iter(result["scorers"].values()))["paradigms"]
+    if paradigms.keys() != scores.keys():
+        return {}
+    groups = {"overall": list(scores)}
+    for paradigm, values in sorted(paradigms.items()):
+        groups.setdefault(values["phenomenon"], []).append(paradigm)
     return {model: {group: sum(scores[name][number] for name in names) / len(names)
                     for group, names in groups.items()}
             for number, model in enumerate(published["columns"])}
