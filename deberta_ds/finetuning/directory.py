@@ -95,12 +95,12 @@ def save_finetuned(
     name = class_name(task, kind)
     tensors, aside, _ = hf.split_tensors(network, kind, "ForSequenceClassification")
     if aside:  # rows of the relative table that transformers would read and we do not
-        write_safetensors(directory / hf.SIDE_FILE, aside, {"format": "pt"})
+        write_safetensors(directory / hf.SIDE_FILE, aside)
     prefix = HEAD if name is None else ""
     for key, value in _inside(weights, HEAD).items():
         key = key.replace("classifier.", _QA) if task.head == "answer" else key
         tensors[prefix + key] = value
-    write_safetensors(directory / SAFETENSORS, tensors, {"format": "pt"})
+    write_safetensors(directory / SAFETENSORS, tensors)
     values = configs.to_hugging_face(network.config, kind=kind,
                                      rest=_head_values(task, settings, name))
     values |= {"architectures": [name or hf.CLASS_PREFIX[kind] + "Model"], "dtype": "float32",

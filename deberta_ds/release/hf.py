@@ -115,9 +115,9 @@ def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     if classes and not values.get("id2label"):
         values["id2label"] = {str(number): f"LABEL_{number}" for number in range(classes)}
         values["label2id"] = {f"LABEL_{number}": number for number in range(classes)}
-    write_safetensors(directory / SAFETENSORS, main, {"format": "pt"})
+    write_safetensors(directory / SAFETENSORS, main)
     if side:
-        write_safetensors(directory / SIDE_FILE, side, {"format": "pt"})
+        write_safetensors(directory / SIDE_FILE, side)
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
     return [f"written: {directory / SAFETENSORS} ({len(main)} tensors) as "
             f"{values['architectures'][0]}", *notes]

@@ -73,7 +73,7 @@ def write_ours(release: Release, out: Path) -> list[str]:
     for name, network in release.networks().items():
         described[name] = {"config": to_dict(network.config), "rest": network.rest}
         tensors |= {f"{name}.{key}": tensor for key, tensor in network.tensors.items()}
-    write_safetensors(out / SAFETENSORS, tensors, {"format": "pt"})
+    write_safetensors(out / SAFETENSORS, tensors)
     values = {"format": FORMAT, "networks": described}
     write_atomic(out / MODEL_FILE, json.dumps(values, indent=1) + "\n")
     notes = [f"written: {out / SAFETENSORS} ({len(tensors)} tensors)"]

@@ -86,29 +86,24 @@ def _read_pickle(path: Path) -> dict:
     return values
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors to a safetensors file, whole or not at all."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     with atomic_path(path) as temporary:
-        save_file(whole, temporary, metadata=metadata)
+        save_file(whole, temporary, metadata={"format": "pt"})  # older transformers ask for it
 
 
 def write_bin(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors as a `.bin` (PyTorch's zip pickle), whole or not at all."""
-    with atomic_path(path) as temporary:
-        save_pickle(temporary, {name: tensor.detach().cpu().clone()
-                                for name, tensor in tensors.items()})
+    """Write tensors as a `.bin` (PyTorch's zip pickle), whole or not at all.
 
-
-def save_pickle(path: str | Path, value) -> None:
-    """torch.save that raises OSError when a write fails, on a full disk say.
-
-    PyTorch's zip writer raises again in its destructor, which aborts (exit code -6, no message); so
-    it is given a file that swallows what comes after the first failure.
+    When a write fails, on a full disk say, PyTorch's zip writer raises again in its destructor,
+    which aborts (exit code -6, no message); so it is given a file that swallows what comes after
+    the first failure.
     """
-    with open(path, "wb") as file:
+    whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
         swallowing = _SwallowingFile(file)
-        torch.save(value, swallowing)
+        torch.save(whole, swallowing)
         if swallowing.problem:
             raise swallowing.problem
 
