@@ -92,7 +92,7 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
         if generator and not (main.has(head) or run.init.layers):
             generator = reshape(generator, run.model, (), place, release.notes)
             main = main if shape_differences(run.model, generator.config) else generator
-        _check_main(run.model, main.config, place)
+        _check_shape("model", run.model, main.config, place)
         return {"main": main}
     if generator is None:
         raise UserError(f"{place}: has no generator, so replaced-token detection cannot go on from "
@@ -101,8 +101,8 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
                         "docs/how-to/adapt-a-public-model.md)")
     generator = reshape(generator, encoders["generator"], run.init.generator_layers,
                         f"init.generator_layers: {generator_place}", release.notes)
-    _check_main(run.model, main.config, place)
-    _check_generator(encoders["generator"], generator.config, generator_place)
+    _check_shape("model", run.model, main.config, place)
+    _check_shape("generator", encoders["generator"], generator.config, generator_place)
     return {"main": main, "generator": generator}
 
 
@@ -124,23 +124,21 @@ def shape_differences(run: ModelConfig, source: ModelConfig) -> list[str]:
             if name not in _FREE_FIELDS and ours[name] != theirs[name]]
 
 
-def _check_main(run: ModelConfig, source: ModelConfig, place: str) -> None:
-    if differences := shape_differences(run, source):
-        raise UserError(f"{place}: does not fit the run's model: {'; '.join(differences)}; set "
-                        "these as the source has them")
-
-
-def _check_generator(run: ModelConfig, source: ModelConfig, place: str) -> None:
+def _check_shape(part: str, run: ModelConfig, source: ModelConfig, place: str) -> None:
+    """Raise UserError unless a source has the shape of the run's `part`, model or generator."""
     differences = shape_differences(run, source)
     others = {text.split()[0] for text in differences} - {"num_layers"}
-    remedy = "name one of the discriminator's shape as init.generator; only its depth is free"
-    if not others:
+    if part == "model":
+        remedy = "set these as the source has them"
+    elif not others:
         remedy = f"set objective.generator_layers = {source.num_layers}"
     elif others == {"vocab_size"}:
         remedy = "put the files of the tokenizer that it was trained with into its directory"
+    else:
+        remedy = "name one of the discriminator's shape as init.generator; only its depth is free"
     if differences:
-        raise UserError(f"{place}: does not fit the run's generator: {'; '.join(differences)}; "
-                        + remedy)
+        raise UserError(f"{place}: does not fit the run's {part}: {'; '.join(differences)}; "
+                        f"{remedy}")
 
 
 def reshape(network: Network, wanted: ModelConfig, layers: Sequence[int], place: str,
