@@ -30,13 +30,9 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
     if not isinstance(values.get("model", {}), dict):
         return
     source, generator = (_text(values, "init", key) for key in ("source", "generator"))
-    of_source, checkpoint = bool(source), _checkpoint(values.get("out_dir"), resume)
     tokenizer = _text(values, "data", "tokenizer")
-    shape: dict[str, Any] = {}
-    origin = ""
-    if checkpoint:
-        shape, origin = _saved_shape(checkpoint), f"checkpoint {checkpoint}"
-    elif source or generator:
+    shape, origin = _checkpoint_shape(values.get("out_dir"), resume)
+    if not shape and (source or generator):
         shape, origin = _source_shape(source, generator), f"[init] {source or generator}"
         for key, name in (("model.num_layers", "layers"),
                           ("objective.generator_layers", "generator_layers")):
@@ -47,11 +43,11 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
         if has_other_tokens(source or generator, tokenizer):
             shape |= _vocabulary(tokenizer, is_needed=True)[0]
             origin += f" with the tokens of {tokenizer}"
-    elif _is_open("model.vocab_size", values, origins):
+    elif not shape and _is_open("model.vocab_size", values, origins):
         of_preset = "vocab_size" in values.get("model", {})
         shape, origin = _vocabulary(tokenizer, is_needed=not of_preset)
     for key, value in shape.items():
-        follows = key == "model.vocab_size" or of_source and (
+        follows = key == "model.vocab_size" or source and (
             key.startswith("model.") or _text(values, "objective", "kind") == "rtd")
         if follows and _is_open(key, values, origins):
             section, name = key.split(".")
@@ -84,8 +80,10 @@ def _vocabulary(tokenizer: str, *, is_needed: bool) -> tuple[dict[str, Any], str
     return {"model.vocab_size": padded_rows(size)}, f"the {size:,} ids of {tokenizer}"
 
 
-def _checkpoint(out_dir: Any, resume: str) -> Path | None:
-    """Return a checkpoint of the run, any whose run.json is whole: they are all of one shape."""
+def _checkpoint_shape(out_dir: Any, resume: str) -> tuple[dict[str, Any], str]:
+    """Return (shape, origin) by a checkpoint of the run, any whose run.json is whole: they are all
+    of one shape. Both are empty where there is none.
+    """
     if resume not in ("auto", "never"):
         from deberta_ds.checkpoint.download import local_copy
 
@@ -95,8 +93,9 @@ def _checkpoint(out_dir: Any, resume: str) -> Path | None:
 
         candidates = list_finished(out_dir)[::-1]
     else:
-        return None
-    return next((path for path in candidates if _saved_shape(path)), None)
+        candidates = []
+    shapes = ((_saved_shape(path), f"checkpoint {path}") for path in candidates)
+    return next((found for found in shapes if found[0]), ({}, ""))
 
 
 def _saved_shape(checkpoint: Path) -> dict[str, Any]:
