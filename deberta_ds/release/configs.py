@@ -172,13 +172,11 @@ def _terms(values: dict, place: str) -> tuple[str, ...]:
 def to_hugging_face(config: ModelConfig, *, kind: str, rest: dict[str, Any]) -> dict:
     """Return the `config.json` values of an encoder; `kind` is its model_type."""
     config = without_unused(config)  # official code heeds it all the same
-    values = rest | _common(config) | {
+    pooler = {"pooler_dropout": 0, "pooler_hidden_act": "gelu",
+              "pooler_hidden_size": config.hidden_size}
+    return pooler | rest | _common(config) | {
         "model_type": kind, "pad_token_id": rest.get("pad_token_id", 0),
         "pos_att_type": list(config.position_terms), "tie_word_embeddings": True}
-    for name, default in (("pooler_dropout", 0), ("pooler_hidden_act", "gelu"),
-                          ("pooler_hidden_size", config.hidden_size)):
-        values.setdefault(name, default)
-    return values
 
 
 def to_microsoft(config: ModelConfig, rest: dict[str, Any]) -> dict:
