@@ -172,10 +172,6 @@ def shown_default(option: Option) -> str:
     return json.dumps(value)
 
 
-# What is wrong with a config: strict validation, and every problem in one error.
-#
-# An unknown key names the nearest known one, whole or by its last part.
-#
 # Options by the last part of the names that they had before 0.2.0: an error names the new one.
 RENAMED = {
     "lr": "learning_rate", "min_lr_share": "min_learning_rate_share",

@@ -5,7 +5,6 @@ loss nearly as much as new text, then less and less, and from about 40 on not at
 more: each epoch has other masks, and BERT (arXiv 1810.04805, appendix A.2) was trained for 40.
 """
 
-
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import rows_of_run
 from deberta_ds.config.run_config import RunConfig, SourceConfig
