@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.encoder import Attention
 from deberta_ds.release.pretrained import LoadedModel
@@ -98,8 +97,7 @@ def _heads_of(attention: Attention, layer: int, heads: list[int], queries_BHLD: 
     columns = torch.arange(length)
     parts_HLL = {"content": q_HLD @ k_HLD.transpose(-1, -2)}
     if config.relative_attention:
-        geometry = Geometry(config.largest_distance, config.position_buckets)
-        slots_LL = geometry.slots(columns[:, None] - columns)
+        slots_LL = attention.geometry.slots(columns[:, None] - columns)
         index_HLL = slots_LL.expand(config.num_heads, -1, -1)
         if position_key_HSD is not None:
             plane_HLS = q_HLD @ position_key_HSD.transpose(-1, -2)
@@ -128,14 +126,12 @@ def position_similarity(model: LoadedModel, layers: list[int]) -> dict[str, list
     the mean over their heads. Empty for a model without relative positions.
     """
     config, encoder = model.model_config, model.backbone.trunk.encoder
-    if not config.relative_attention:
+    relative_SC = encoder.relative_table()
+    if relative_SC is None:
         return {}
-    relative_SC = encoder.relative
-    if encoder.relative_norm is not None:
-        relative_SC = encoder.relative_norm(relative_SC)
     limit = config.largest_distance - 1  # what is farther shares its row
     distances = torch.arange(-limit, limit + 1)
-    slots = Geometry(config.largest_distance, config.position_buckets).slots(distances)
+    slots = encoder.layers[0].attention.geometry.slots(distances)
 
     def similarity(name: str, table_HSD: Tensor) -> Similarity:
         rows_HND = torch.nn.functional.normalize(table_HSD.double()[:, slots], dim=-1)

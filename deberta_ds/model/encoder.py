@@ -248,9 +248,7 @@ class Encoder(nn.Module):
 
         With `cls_only`, those of column 0 [B, 1, C]: the last layer computes no other.
         """
-        relative_SC = self.relative
-        if self.relative_norm is not None:
-            relative_SC = self.relative_norm(relative_SC)
+        relative_SC = self.relative_table()
         hidden_BLC, residual_BLC = embedded_BLC, None
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
@@ -261,6 +259,10 @@ class Encoder(nn.Module):
                 hidden_BLC = self.convolution(embedded_BLC, hidden_BLC, segments_BL)
                 residual_BLC = None
         return hidden_BLC[:, :1] if cls_only else hidden_BLC
+
+    def relative_table(self) -> Tensor | None:
+        """Return the rows [S, C] that every layer projects; None without relative attention."""
+        return self.relative if self.relative_norm is None else self.relative_norm(self.relative)
 
     def _run(self, number: int, layer: Layer, *inputs) -> tuple[Tensor, Tensor | None]:
         checkpoints = self.checkpointing != "none" and number % self.checkpointing_interval == 0

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
-from deberta_ds.model.encoder import Attention, Convolution, Layer, Trunk
+from deberta_ds.model.encoder import Attention, Convolution, Encoder, Layer, Trunk
 from deberta_ds.release import release
 
 OPSET = 20  # Gelu; onnxruntime 1.17 and later
@@ -223,10 +222,8 @@ def _add_trunk(graph: Graph, text: Text, words: str, trunk: Trunk, config: Model
         sums = graph.add("Add", sums, _add_positions(graph, text, trunk.input.positions.weight))
     embedded = graph.add("Mul", graph.module(sums, trunk.input.norm, "input.norm"), text.real)
     encoder = trunk.encoder
-    slots = _add_slots(graph, text, config) if config.relative_attention else ("", "")
-    relative_SC = encoder.relative
-    if encoder.relative_norm is not None:
-        relative_SC = encoder.relative_norm(relative_SC)
+    slots = _add_slots(graph, text, encoder) if config.relative_attention else ("", "")
+    relative_SC = encoder.relative_table()
     hidden, last = embedded, len(encoder.layers) - 1
     for number, layer in enumerate(encoder.layers):
         block = _Block(graph, text, layer, relative_SC, slots, f"layers.{number}")
@@ -246,10 +243,10 @@ def _add_positions(graph: Graph, text: Text, table: Tensor) -> str:
     return graph.add("Gather", graph.constant(table, "positions"), text.columns)
 
 
-def _add_slots(graph: Graph, text: Text, config: ModelConfig) -> tuple[str, str]:
+def _add_slots(graph: Graph, text: Text, encoder: Encoder) -> tuple[str, str]:
     """Return the rows of the relative table [2L] for content to position and back."""
-    limit = config.largest_distance
-    geometry = Geometry(limit, config.position_buckets)
+    geometry = encoder.layers[0].attention.geometry
+    limit = geometry.max_relative
     table = graph.constant(geometry.slots(torch.arange(-limit, limit + 1)), "slots")
 
     def rows(distances: str) -> str:
