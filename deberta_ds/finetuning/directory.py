@@ -41,11 +41,7 @@ from deberta_ds.release.reader import read_release
 from deberta_ds.release.relative_rows import with_a_row_a_distance
 from deberta_ds.release.release import Network
 from deberta_ds.release.tensors import SAFETENSORS, write_safetensors
-from deberta_ds.release.tokenizer_files import (
-    find_tokenizer_files,
-    open_tokenizer,
-    write_tokenizer_files,
-)
+from deberta_ds.release.tokenizer_files import find_tokenizer_files, write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer
 
 FACTS, RESULT, MODEL = "finetuned.json", "result.json", "model"
@@ -163,13 +159,12 @@ def load_finetuned(path: str | Path) -> Finetuned:
         own = key.startswith(("words.", "trunk."))
         key = key.removeprefix(HEAD).replace(_QA, "classifier.")
         weights[(BACKBONE if own else HEAD) + key] = value
-    tokenizer = open_tokenizer(release.tokenizer_files)
-    if tokenizer is None:
+    if release.tokenizer is None:
         raise UserError(f"{path}: no tokenizer next to the weights; fine-tune it again")
     threshold = facts["threshold"]
     if type(threshold) is not float or not math.isfinite(threshold):
         raise UserError(f"{path / FACTS}: threshold {threshold!r} is no finite number")
-    return Finetuned(task, settings, network.config, weights, tokenizer, threshold,
+    return Finetuned(task, settings, network.config, weights, release.tokenizer, threshold,
                      str(facts.get("failure", "")))
 
 

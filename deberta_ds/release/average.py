@@ -13,10 +13,8 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint.find import DIRECTORY, list_finished
 from deberta_ds.config.model import FREE, without_unused
-from deberta_ds.release.reader import check_table, read_release
+from deberta_ds.release.reader import read_release
 from deberta_ds.release.release import Network, Release, derive_words
-from deberta_ds.release.tokenizer_files import open_tokenizer
-from deberta_ds.tokenizer import Tokenizer
 
 
 def last_checkpoints(run: str | Path, count: int) -> list[Path]:
@@ -37,19 +35,20 @@ def average(models: list[str | Path]) -> Release:
     Any that `read_release` reads; one is in memory at a time, next to the sums. UserError for
     models that differ in shape, heads, labels or tokenizer.
     """
-    first, tokenizer = _read(models[0])
+    first = read_release(models[0])
     sums = {name: {key: tensor.double() for key, tensor in network.tensors.items()}
             for name, network in first.networks().items()}
     for network in first.networks().values():
         network.tensors = {}
     for place in models[1:]:
-        other, own = _read(place)
-        if own and tokenizer and own.sha256 != tokenizer.sha256:
+        other = read_release(place)
+        own = other.tokenizer
+        if own and first.tokenizer and own.sha256 != first.tokenizer.sha256:
             raise UserError(f"{place}: has another tokenizer than {models[0]}; only models of one "
                             "tokenizer can be averaged")
         _check_like(other, first, sums, place, models[0])
         if own:  # the newest has its files longest: a run deletes its oldest checkpoint
-            tokenizer, first.tokenizer_files = own, other.tokenizer_files
+            first.tokenizer, first.tokenizer_files = own, other.tokenizer_files
         for name, network in other.networks().items():
             for key, tensor in network.tensors.items():
                 sums[name][key] += tensor
@@ -59,13 +58,6 @@ def average(models: list[str | Path]) -> Release:
     derive_words(first)  # the sum of the rounded means, as every reader forms it
     first.notes = [f"averaged: {place}" for place in models]
     return first
-
-
-def _read(place: str | Path) -> tuple[Release, Tokenizer | None]:
-    release = read_release(place)
-    if tokenizer := open_tokenizer(release.tokenizer_files):
-        check_table(tokenizer, release, place)
-    return release, tokenizer
 
 
 def _check_like(release: Release, first: Release, sums: dict[str, dict[str, Tensor]],

@@ -19,7 +19,7 @@ from deberta_ds.release.hf import write_hugging_face
 from deberta_ds.release.onnx_files import require_onnx, write_onnx
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.read_back import check_hugging_face, check_tensors, check_tokenizer
-from deberta_ds.release.reader import check_table, read_release
+from deberta_ds.release.reader import read_release
 from deberta_ds.release.relative_rows import with_a_row_a_distance
 from deberta_ds.release.release import Network, Release, with_zero_key_biases
 from deberta_ds.release.tensors import PICKLE, write_bin
@@ -56,10 +56,7 @@ def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Pa
     if onnx:
         require_onnx()  # before anything is read
     check_out(out, source)
-    release = read_release(source, tokenizer)
-    if opened := open_tokenizer(release.tokenizer_files):
-        check_table(opened, release, source)
-    return write_release(release, source, Path(out), to, onnx)
+    return write_release(read_release(source, tokenizer), source, Path(out), to, onnx)
 
 
 def write_release(release: Release, source: str | Path, out: Path, to: str, onnx: str | None = None

@@ -9,8 +9,7 @@ from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release import release as networks
-from deberta_ds.release.reader import check_table, read_release
-from deberta_ds.release.tokenizer_files import open_tokenizer
+from deberta_ds.release.reader import read_release
 from deberta_ds.tokenizer import Tokenizer
 
 
@@ -46,10 +45,8 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
     `for_text` says that one is needed. Raises UserError for a missing, damaged or foreign model.
     """
     release = read_release(path, tokenizer)
-    files = release.tokenizer_files
-    opened = Tokenizer.of_files(files, Path(path)) if for_text else open_tokenizer(files)
-    if opened:
-        check_table(opened, release, path)
+    if for_text and release.tokenizer is None:
+        Tokenizer.of_files(release.tokenizer_files, Path(path))  # says what is missing
     main = release.main
     decoding = next((one for one in release.networks().values() if one.has_masked_lm), None)
     masked_lm = None
@@ -57,4 +54,5 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
         masked_lm = networks.build_masked_lm(networks.Network(decoding.config, {
             name: tensor.float().clone() for name, tensor in decoding.tensors.items()}))
     head = networks.build_replaced_token_head(main) if main.has("rtd_head.") else None
-    return LoadedModel(networks.build_backbone(main), opened, main.config, masked_lm, head)
+    return LoadedModel(networks.build_backbone(main), release.tokenizer, main.config, masked_lm,
+                       head)

@@ -37,7 +37,8 @@ _STEP_FILE = re.compile(r"pytorch\.model-(\d+)\.bin")
 def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Release:
     """Return the release stored at `source`; UserError if it is none, damaged or inconsistent.
 
-    `tokenizer` is the path of the one it was trained with, where `source` has none.
+    `tokenizer` is the path of the one it was trained with, where `source` has none. It, or the
+    one of `source`, is the release's; None where there is none that is read.
     """
     path = _existing(source)
     said: Callable[[str], str] = str  # our own names
@@ -55,12 +56,16 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
         raise UserError(f"{path}: the token embedding has {rows['main']} rows, the generator's "
                         f"{rows['generator']}; they must be of one model: put the generator that "
                         "was trained with it in that one's place")
+    release.tokenizer = open_tokenizer(release.tokenizer_files)
     if tokenizer is not None:
         given = Tokenizer(tokenizer)
-        if own := open_tokenizer(release.tokenizer_files):
-            check_same(given, own, path)
-        check_table(given, release, path)
-        release.tokenizer_files = given.files
+        if release.tokenizer:
+            check_same(given, release.tokenizer, path)
+        release.tokenizer, release.tokenizer_files = given, given.files
+    if (found := release.tokenizer) and found.size > rows["main"]:
+        raise UserError(f"{source}: the tokenizer {found.path} has {found.size} ids, but the token "
+                        f"embedding only {rows['main']} rows; put the one that it was trained with "
+                        "there. To add tokens, give the longer one to a run with [init] from")
     return release
 
 
@@ -69,15 +74,6 @@ def check_same(given: Tokenizer, own: Tokenizer, place: str | Path) -> None:
     if own.sha256 != given.sha256:
         raise UserError(f"{given.path}: {place} has a tokenizer of its own, and this is another "
                         "one; leave --tokenizer out")
-
-
-def check_table(tokenizer: Tokenizer, release: Release, place: str | Path) -> None:
-    """Raise UserError if a tokenizer has ids without a row in the token embedding."""
-    rows = release.main.config.vocab_size
-    if tokenizer.size > rows:
-        raise UserError(f"{place}: the tokenizer {tokenizer.path} has {tokenizer.size} ids, but "
-                        f"the token embedding only {rows} rows; put the one that it was trained "
-                        "with there. To add tokens, give the longer one to a run with [init] from")
 
 
 def read_shapes(source: str | Path) -> dict[str, ModelConfig]:

@@ -19,6 +19,7 @@ from deberta_ds.model.backbone import Backbone, on_meta
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release.names import OTHER_HEADS
+from deberta_ds.tokenizer import Tokenizer
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -52,6 +53,7 @@ class Release:
     generator: Network | None = None
     tokenizer_files: dict[str, Path] = field(default_factory=dict)  # name: where it is now
     notes: list[str] = field(default_factory=list)  # derived, dropped, kept aside
+    tokenizer: Tokenizer | None = None  # among these files, of a release that was read
 
     def networks(self) -> dict[str, Network]:
         named = {"main": self.main}

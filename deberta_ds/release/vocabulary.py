@@ -22,9 +22,8 @@ from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.remote import Cache
 from deberta_ds.release.read_back import SENTENCES
-from deberta_ds.release.reader import check_table, read_release, read_tokenizer
+from deberta_ds.release.reader import read_release, read_tokenizer
 from deberta_ds.release.release import Network, Release, derive_words
-from deberta_ds.release.tokenizer_files import open_tokenizer
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.words import byte_value, bytes_of_piece, character_starts_word
 
@@ -39,10 +38,9 @@ def read_in_vocabulary(run: RunConfig, source: str, report: str = REPORT) -> Rel
     say what was done, OUT/`report` how each token begins.
     """
     release, rows = read_release(source), run.model.vocab_size
-    own, theirs = Tokenizer(run.data.tokenizer), open_tokenizer(release.tokenizer_files)
+    own, theirs = Tokenizer(run.data.tokenizer), release.tokenizer
     if theirs is None:
         return release
-    check_table(theirs, release, source)
     is_same, texts = has_same_tokens(own, theirs), list(SENTENCES)
     if is_same and theirs.encode_batch(texts) != own.encode_batch(texts):
         release.notes.append(f"WARNING: {run.data.tokenizer} has the tokens of the source's "
