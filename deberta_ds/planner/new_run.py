@@ -5,11 +5,11 @@ many tokens as it wants at least; that of the smallest model is for all that is 
 """
 
 import re
-import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deberta_ds.base.command_line import fill
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import format_count, format_duration
 from deberta_ds.config import run_config
@@ -212,8 +212,7 @@ def _file(file: str, changes: Changes, head: str) -> str:
 
 
 def _comment(text: str) -> str:
-    return textwrap.fill(text, 98, initial_indent="# ", subsequent_indent="# ",
-                         break_long_words=False, break_on_hyphens=False)
+    return "\n".join(f"# {line}" for line in fill(text, 96).splitlines())
 
 
 def commands(out: str, text: Text, devices: Devices, stage: int) -> str:

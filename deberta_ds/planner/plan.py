@@ -20,7 +20,7 @@ from deberta_ds.config.batch_schedule import micro_batches, problems_with_ranks,
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
-from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import goodput
@@ -131,9 +131,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     if peak_flops is None:
         raise UserError("this card has no bf16: give a DeepSpeed JSON of fp16, such as "
                         "--deepspeed_config ds_configs/zero1_fp16.json")
-    model = on_meta(build_model, run)
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    parameters, tensors = count_parameters(model), len(sizes)
+    sizes = [parameter.numel() for parameter in on_meta(build_model, run).parameters()]
+    parameters, tensors = sum(sizes), len(sizes)
     raise_problems("batch", problems_with_ranks(run.train, ranks, 0))
     full, seq_len = run.train.global_batch_size, run.data.seq_len
     updates = stretches(run.train, 0, run.train.steps)
