@@ -30,9 +30,8 @@ _SAME_MEANING = {  # ours: theirs
     "init_std": "initializer_range",
 }
 _REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
-# Keys whose other values would change what is computed: {key: (default, value we compute)}.
-_FIXED = {"type_vocab_size": (0, 0), "hidden_act": ("gelu", "gelu"), "conv_groups": (1, 1),
-          "talking_head": (False, False)}
+# Keys whose other values would change what is computed: {key: our value, and its default}.
+_FIXED = {"type_vocab_size": 0, "hidden_act": "gelu", "conv_groups": 1, "talking_head": False}
 _PARTLY_SAME = {  # ours: theirs, where the values differ
     "position_terms": "pos_att_type", "share_position_projections": "share_att_key",
     "relative_norm": "norm_rel_ebd", "absolute_input": "position_biased_input",
@@ -135,11 +134,11 @@ def _refuse_unsupported(values: dict, ours: dict, place: str) -> None:
                         "model as it was before")
     checks = dict(_FIXED)
     hidden, heads = ours["hidden_size"], ours["num_heads"]
-    checks["embedding_size"] = (hidden, hidden)
+    checks["embedding_size"] = hidden
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-        checks["attention_head_size"] = (hidden // heads, hidden // heads)
-    for key, (default, wanted) in checks.items():
-        if values.get(key, default) != wanted:
+        checks["attention_head_size"] = hidden // heads
+    for key, wanted in checks.items():
+        if values.get(key, wanted) != wanted:
             raise UserError(f"{place}: {key} = {values[key]!r} is not supported; only {wanted!r}")
 
 
@@ -195,7 +194,7 @@ def _common(config: ModelConfig) -> dict:
         raise UserError(f"model.position_terms = {', '.join(unknown)}: neither Hugging Face nor "
                         "microsoft files have a place for it; such a model stays a checkpoint")
     values = {theirs: getattr(config, ours) for ours, theirs in _SAME_MEANING.items()}
-    values |= {key: wanted for key, (_, wanted) in _FIXED.items() if key.startswith(("hid", "ty"))}
+    values |= {key: _FIXED[key] for key in ("type_vocab_size", "hidden_act")}
     values |= {"relative_attention": config.relative_attention,
                "position_buckets": config.position_buckets or -1,
                "norm_rel_ebd": "layer_norm" if config.relative_norm else "none",
