@@ -249,13 +249,12 @@ def _of_checkpoint(directory: Path, publisher: Publisher) -> Training:
     training = Training(seen=f"{record.tokens_seen:,} tokens in {record.sequences_seen:,} "
                              "sequences were read in training, repetitions counted.",
                         seq_len=run["data"]["seq_len"])
-    whole = sum(source["weight"] for source in run["data"]["sources"])
-    paths = [source["path"] for source in run["data"]["sources"]]
+    sources = run["data"]["sources"]
+    names = publisher.dataset or [_end(source["path"], 2) for source in sources]
+    whole = sum(source["weight"] for source in sources)
     training.data = [_corpus(source["path"], name, source["weight"] / whole,
                              record.content_hashes.get(source["path"], ""))
-                     for source, name in zip(run["data"]["sources"],
-                                             publisher.dataset or [_end(path, 2) for path in paths],
-                                             strict=True)]
+                     for source, name in zip(sources, names, strict=True)]
     objective, train, optim = run["objective"], run["train"], run["optim"]
     mask = objective["mask"]
     masked = [("masked share of the tokens", _on_line(mask["rate"], mask["final_rate"]))]

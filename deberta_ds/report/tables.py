@@ -61,7 +61,7 @@ def comparison(runs: list[Run], price: float | None = None) -> Table:
             *(m.title for m in declared)]
     rows = []
     for n, run in enumerate(runs):
-        cells = [Cell(run.name, kind="name", color=f"run{n}"), Cell(header(run).state, kind="what"),
+        cells = [Cell(run.name, kind="name", color=f"run{n}"), Cell(_state(run)[0], kind="what"),
                  Cell(f"{run.last_step:,}", run.last_step),
                  number(run.last("tokens_seen"), "count"),
                  number(run.middle("tokens_per_second"), "count"),
