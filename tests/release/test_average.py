@@ -62,9 +62,7 @@ def test_it_is_written_as_any_model_is(tmp_path, to):
     mean = average(places)
     summary = write_release(mean, "two models", tmp_path / "out", to)
     assert not summary.warnings and sum("averaged: " in note for note in summary.notes) == 2
-    found = read_release(tmp_path / "out")
-    for key, tensor in mean.main.tensors.items():
-        assert torch.equal(found.main.tensors[key], tensor), key
+    same_networks(read_release(tmp_path / "out"), mean)
 
 
 def test_a_mean_does_not_take_the_place_of_one_of_its_models(tmp_path):
@@ -77,9 +75,7 @@ def test_a_mean_does_not_take_the_place_of_one_of_its_models(tmp_path):
 
 def test_one_model_twice_is_that_model(tmp_path):
     (place,), (release,) = write_models(tmp_path, 1)
-    for name, network in average([place, place]).networks().items():
-        for key, tensor in network.tensors.items():
-            assert torch.equal(tensor, release.networks()[name].tensors[key]), key
+    same_networks(average([place, place]), release)
 
 
 def test_models_that_differ_are_refused(tmp_path):
