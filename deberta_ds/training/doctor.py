@@ -9,8 +9,7 @@ import platform
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 
 import psutil
@@ -29,7 +28,7 @@ from deberta_ds.model.init import init_parameters
 from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.training.meters import hardware
-from deberta_ds.training.rehearsal import preflight
+from deberta_ds.training.rehearsal import fastest, preflight
 
 _PACKAGES = ("torch", "triton", "deepspeed", "transformers", "numpy", "mpi4py")
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "TORCH_", "TRITON_", "DS_", "PYTORCH_", "FI_")
@@ -93,13 +92,13 @@ def _speeds(device: torch.device, problems: list[str]) -> Iterator[str]:
         cpu.use_onednn()
     size = _MATMUL[device.type]
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    rate = 2 * size**3 / _seconds(device, lambda: left @ right)
+    rate = 2 * size**3 / fastest(lambda: left @ right, device)
     peak = peak_flops(device, name)
     share = f", {rate / peak:.0%} of the card's peak" if peak else ""
     yield f"matmul {name}, {size} x {size}: {rate / 1e12:,.2f} TFLOP/s{share}"
     source = torch.empty(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    moved = 2 * len(source) / _seconds(device, lambda: target.copy_(source))
+    moved = 2 * len(source) / fastest(lambda: target.copy_(source), device)
     yield f"copy: {moved / 1e9:,.0f} GB/s read and written"
     sequences, length = _LAYER[device.type]
     config = validate(ModelConfig, MODELS["deberta-v3-base"] | {
@@ -115,22 +114,10 @@ def _speeds(device: torch.device, problems: list[str]) -> Iterator[str]:
     init_parameters(layer, 0.02, 0)
     states = torch.randn(sequences, length, config.hidden_size, device=device, dtype=dtype)
     segments = torch.ones(sequences, length, dtype=torch.int32, device=device)
-    seconds = _seconds(device, lambda: layer(states, segments, None).sum().backward())
+    seconds = fastest(lambda: layer(states, segments, None).sum().backward(), device)
     reached = 3 * flops.encoder(config, length) * sequences * length / seconds
     yield (f"one layer of base, {sequences} x {length}, forward and backward: "
            f"{1000 * seconds:,.1f} ms, {reached / rate:.0%} of the matmul's speed")
-
-
-def _seconds(device: torch.device, function: Callable[[], object]) -> float:
-    """Return the least of three times of `function`, after one that does not count."""
-    taken = []
-    for _ in range(4):
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
 
 
 def _version(package: str) -> str:

@@ -51,7 +51,7 @@ def preflight(device: torch.device, host: str) -> list[str]:
              "everywhere", *_clock_lines(clocks, names)]
     lines += _inside(hosts, host, message, device)
     lines += _between(list(hosts.values()), list(hosts), message, device)
-    whole = _fastest(lambda: dist.all_reduce(message), device)
+    whole = fastest(lambda: dist.all_reduce(message), device)
     lines.append(f"all-reduce of {message.nbytes >> 20} MiB over all ranks: {1000 * whole:,.1f} ms")
     return lines
 
@@ -92,7 +92,7 @@ def _inside(hosts: dict[str, list[int]], host: str, message: torch.Tensor, devic
     if all(len(ranks) == 1 for ranks in hosts.values()):
         return []
     group = dist.group_of(list(hosts.values()))
-    seconds = _fastest(lambda: dist.all_reduce(message, group=group), device)
+    seconds = fastest(lambda: dist.all_reduce(message, group=group), device)
     own = len(hosts[host])
     by_rank = dist.gather_number(2 * (own - 1) / own * message.nbytes / seconds, device)
     rates = {name: by_rank[ranks[0]] for name, ranks in hosts.items() if len(ranks) > 1}
@@ -111,7 +111,7 @@ def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
             leaders = [hosts[number][0] for number in pair]
             if dist.rank() in leaders:
                 partner = leaders[1 - leaders.index(dist.rank())]
-                seconds = _fastest(partial(dist.swap, message, partner), device)
+                seconds = fastest(partial(dist.swap, message, partner), device)
                 rate = max(rate, message.nbytes / seconds)
         dist.barrier()
     by_rank = dist.gather_number(rate, device)
@@ -128,8 +128,8 @@ def _rounds(count: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def _fastest(action: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of the fastest of some rounds, after one that connects."""
+def fastest(action: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the fastest of some rounds, after one that connects, or compiles."""
     found = []
     for _ in range(1 + _ROUNDS):
         _wait(device)

@@ -138,7 +138,7 @@ def test_an_all_reduce_sends_each_byte_nearly_twice(monkeypatch):
     rates = {}
     monkeypatch.setattr(rehearsal.dist, "group_of", lambda groups: None)
     monkeypatch.setattr(rehearsal.dist, "gather_number", lambda value, device: [value] * 5)
-    monkeypatch.setattr(rehearsal, "_fastest", lambda action, device: 2.0)
+    monkeypatch.setattr(rehearsal, "fastest", lambda action, device: 2.0)
     monkeypatch.setattr(rehearsal, "_compared", lambda what, found: rates.update(found))
     rehearsal._inside({"a": [0, 1, 2, 3], "b": [4]}, "a", torch.ones(250), CPU)
     assert rates == {"a": 1.5 * 1000 / 2}
