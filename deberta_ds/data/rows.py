@@ -119,7 +119,7 @@ class RowDataset:
                             "sequence in a run, and this is none; name a run file, or leave it out")
         last = self._rows_of_run - 1
         rate = self.mask.rate_at(g / last if last > 0 else 0.0)
-        return self._build(pieces, g, self.seed, self.locate(g), rate, self.draw(g))
+        return self._build(pieces, g, self.locate(g), rate, self.draw(g))
 
     def draw(self, g: int) -> int:
         """Return which stored draw row g takes: by its epoch, or by its place in the run."""
@@ -132,13 +132,12 @@ class RowDataset:
             return min(draws - 1, g * draws // max(1, self._rows_of_run))
         return epoch % draws
 
-    def natural_row(self, row: int, eval_seed: int) -> Row:
-        """Return row `row` of the first source as stored; masks are keyed by (eval_seed, row)."""
-        return self._build(self._corpora[0].stored_row(row), row, eval_seed, (0, row),
-                           self.mask.rate_at(1.0))
+    def natural_row(self, row: int) -> Row:
+        """Return row `row` of the first source as stored; masks are keyed by (seed, row)."""
+        return self._build(self._corpora[0].stored_row(row), row, (0, row), self.mask.rate_at(1.0))
 
-    def _build(self, pieces: list[np.ndarray], g: int, seed: int, place: tuple[int, int],
-               rate: float, draw: int = 0) -> Row:
+    def _build(self, pieces: list[np.ndarray], g: int, place: tuple[int, int], rate: float,
+               draw: int = 0) -> Row:
         ids, segments, positions = frame_pieces(pieces, self.seq_len, self._cls_id, self._sep_id,
                                                 self.attend_across_documents, self._pad_id)
         word_start, flipped = self._word_start, None
@@ -156,7 +155,7 @@ class RowDataset:
         if replaced:
             shard, row = self._corpora[place[0]].shard_row(place[1])
             return Row(g, *replaced.apply(draw, shard, row, ids), segments, positions)
-        rng = np.random.Generator(np.random.Philox(key=[seed, g]))
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, g]))
         input_ids, labels = mask_row(
             ids, word_start, self._character_start, self._special, self.mask, self._mask_id, rng,
             pad_id=self._pad_id, rate=rate, flipped_L=flipped)
@@ -206,4 +205,4 @@ def eval_sequences(path: str, tokenizer, *, eval_seed: int, num_rows: int | None
             f"{dataset.seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
             "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)")
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
-    return [dataset.natural_row(row, eval_seed) for row in rows]
+    return [dataset.natural_row(row) for row in rows]

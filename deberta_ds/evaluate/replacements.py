@@ -85,8 +85,7 @@ def replace_shard(recipe: Recipe, out: str, draw: int, name: str) -> dict:
     rows = Corpus(recipe.corpus, seq_len=recipe.seq_len).shard_rows[name]
     is_replaced, samples = [], []
     for start in range(0, len(rows), _ROWS_AT_ONCE):
-        batch = collate([dataset.natural_row(row, seed)
-                         for row in rows[start:start + _ROWS_AT_ONCE]])
+        batch = collate(list(map(dataset.natural_row, rows[start:start + _ROWS_AT_ONCE])))
         _, _, ids_BL = replace_targets(
             *generator.masked_lm, batch, seed=seed, temperature=recipe.temperatures[draw],
             valid_vocab=generator.tokenizer.size)

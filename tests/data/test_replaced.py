@@ -94,7 +94,7 @@ def test_rows_hold_what_the_generator_puts_there(stored):
         for g in range(epoch, epoch + rows):
             found = dataset[g]
             assert dataset.draw(g) == draw
-            batch = collate([plain.natural_row(dataset.locate(g)[1], draw)])
+            batch = collate([plain.natural_row(dataset.locate(g)[1])])
             _, _, ids_BL = rtd.replace_targets(words, masked_lm, batch, seed=draw,
                                                temperature=temperature, valid_vocab=tokenizer.size)
             original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
