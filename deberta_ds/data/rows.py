@@ -138,23 +138,22 @@ class RowDataset:
 
     def _build(self, pieces: list[np.ndarray], g: int, place: tuple[int, int], rate: float,
                draw: int = 0) -> Row:
+        source, row = place
+        corpus, replaced, size = self._corpora[source], self._replaced[source], len(self._special)
         ids, segments, positions = frame_pieces(pieces, self.seq_len, self._cls_id, self._sep_id,
                                                 self.attend_across_documents, self._pad_id)
         word_start, flipped = self._word_start, None
-        if self._corpora[place[0]].manifest.words:
-            word_start, flipped = self._own_words, ids >= len(self._special)
-            ids[flipped] -= len(self._special)
-        if int(ids.max()) >= len(self._special) or (ids == self._mask_id).any():
-            corpus, worst = self._corpora[place[0]], int(ids.max())
-            worst = worst if worst >= len(self._special) else self._mask_id
+        if corpus.manifest.words:
+            word_start, flipped = self._own_words, ids >= size
+            ids[flipped] -= size
+        largest = int(ids.max())
+        if largest >= size or (ids == self._mask_id).any():
             raise UserError(
-                f"{corpus.place(place[1])}: token id {worst} is not one of the "
-                f"{len(self._special)} ids of the tokenizer (sequence {g} of the run); run "
+                f"{corpus.place(row)}: token id {largest if largest >= size else self._mask_id} is "
+                f"not one of the {size} ids of the tokenizer (sequence {g} of the run); run "
                 f"data_prep/verify.py {corpus.path} --verify full and copy the damaged shard again")
-        replaced = self._replaced[place[0]]
         if replaced:
-            shard, row = self._corpora[place[0]].shard_row(place[1])
-            return Row(g, *replaced.apply(draw, shard, row, ids), segments, positions)
+            return Row(g, *replaced.apply(draw, *corpus.shard_row(row), ids), segments, positions)
         rng = np.random.Generator(np.random.Philox(key=[self.seed, g]))
         input_ids, labels = mask_row(
             ids, word_start, self._character_start, self._special, self.mask, self._mask_id, rng,
