@@ -11,6 +11,7 @@ ranks that have what it asks for, and no others.
 import operator
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def describe_engine(engine, layout: Layout) -> dict:
         else:
             kind = str(value.dtype).removeprefix("torch.") if torch.is_tensor(value) else ""
             scalars[key] = {"value": value.item() if kind else value, "tensor": kind}
-    return layout.to_values() | {
+    return asdict(layout) | {
         "keys": keys, "scalars": scalars, "without": without,
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "loss_scale": read_loss_scale(engine), "aliases": aliases(engine),

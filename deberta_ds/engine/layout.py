@@ -8,10 +8,9 @@ So a map of a few numbers a parameter says for any slice which ranks have it, at
 nobody opens a file to find out what is in it.
 """
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -98,10 +97,6 @@ class Layout:
     def _place(self) -> dict[str, tuple[int, int]]:
         return {name: (number, offset) for number, group in enumerate(self.groups)
                 for name, offset in zip(group.names, group.offsets, strict=True)}
-
-    def to_values(self) -> dict:
-        """Return plain values for JSON."""
-        return json.loads(json.dumps(asdict(self)))
 
 
 def in_a_line(shapes: dict[str, tuple[int, ...]], ranks: int, is_frozen: bool = False) -> Group:

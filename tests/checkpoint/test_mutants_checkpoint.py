@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,7 +198,7 @@ def test_a_frozen_parameter_of_16_bits_is_read_as_fp32(tmp_path):
     layout = replicated({"a": (2, 3)}, 1)
     values = torch.arange(6.0).bfloat16()
     save.write_stream(tmp_path / rank_file(0), [("0.fp32", values.dtype, 6)], [("0.fp32", values)])
-    (tmp_path / find.LAYOUT_FILE).write_text(json.dumps(layout.to_values() | {
+    (tmp_path / find.LAYOUT_FILE).write_text(json.dumps(asdict(layout) | {
         "counters": dict.fromkeys(COUNTERS, 0), "keys": [], "loss_scale": {}, "aliases": {},
         "scalars": {}, "buffers": {}, "without": {}}))
     found = SavedState(tmp_path).read_whole("a")
