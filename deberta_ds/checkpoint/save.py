@@ -98,10 +98,11 @@ def begin_save(engine, out_dir: str | Path, record: Any, keep: int,
         return one
     layout = layout_of(engine)
     described, tensors = described_tensors(engine, layout), tensors_of_rank(engine, layout)
-    small: dict[str, str] = {}
+    small: dict[str, str | Path] = {}
     if dist.is_main():
         small = {RUN_FILE: json.dumps(asdict(record), indent=1) + "\n",
-                 find.LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n"}
+                 find.LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n",
+                 **(tokenizer or {})}
     in_background = in_background and not is_on_disk(engine)
     copies: list[tuple[str, Tensor]] = []
     if in_background:
@@ -110,7 +111,7 @@ def begin_save(engine, out_dir: str | Path, record: Any, keep: int,
         tensors = iter(copies)
 
     def write() -> None:
-        one.attempt(lambda: _write_my_files(one, described, tensors, small, tokenizer))
+        one.attempt(lambda: _write_my_files(one, described, tensors, small))
         copies.clear()
 
     if in_background:
@@ -152,17 +153,13 @@ def _empty(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-def _write_my_files(one: Save, described: list, tensors, small: dict[str, str],
-                    tokenizer: dict[str, Path] | None) -> None:
+def _write_my_files(one: Save, described: list, tensors, small: dict[str, str | Path]) -> None:
+    """Write this rank's tensors, and `small`: texts, and files that are copied."""
     name = rank_file(dist.rank())
     one.entries[name] = write_stream(one.path / name, described, tensors)
-    for name, text in small.items():
-        write_atomic(one.path / name, text)
-    for name, source in (tokenizer or {}).items() if dist.is_main() else ():
-        write_atomic(one.path / name, source.read_bytes())
-        small = small | {name: ""}
-    for name in small:
+    for name, content in small.items():
         file = one.path / name
+        write_atomic(file, content.read_bytes() if isinstance(content, Path) else content)
         one.entries[name] = {"bytes": file.stat().st_size, "xxh3": xxh3(file)}
 
 
