@@ -252,18 +252,6 @@ def layout_changes(record: RunRecord, ds: dict) -> str:
     return f"{saved} -> {now}" if saved != now else ""
 
 
-def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
-    """Load a verified checkpoint into the engine, whatever world size and stage wrote it.
-
-    `is_other_run`: of another run, whose steps are not counted: the optimizer's counters alone.
-    """
-    state = dist.together(lambda: SavedState(path))
-    if is_other_run:
-        state.counters = {}
-    restore(engine, state)
-    dist.barrier()
-
-
 def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
     """Return (all parameters in fp32 on the CPU, the run's config) of a checkpoint directory.
 
@@ -309,16 +297,17 @@ def _differing(wanted: dict, found: dict) -> str:
 
 
 @torch.no_grad()
-def restore(engine, state: SavedState) -> None:
-    """Write `state` into a freshly built engine: weights, moments, counters, loss scale, buffers.
+def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
+    """Write a verified checkpoint into the engine: weights, moments, counters, loss scale, buffers.
 
-    Call on every rank. Raises CheckpointError if the engine has other parameters. Each rank reads
-    the slices that it owns, one buffer in memory at a time, so world size and stage may differ.
+    Call on every rank. `is_other_run`: of another run, whose steps are not counted: the optimizer's
+    counters alone. Raises CheckpointError if the engine has other parameters. Each rank reads the
+    slices that it owns, one buffer in memory at a time, so world size and stage may differ.
     DeepSpeed's own loaders unpickle, and 0.19.8's go wrong silently
     (docs/explanation/reliability.md).
     """
-    layout = layout_of(engine)
     # What may fail comes first, on all ranks together: writing into an engine has collectives.
+    state, layout = dist.together(lambda: SavedState(path)), layout_of(engine)
     dist.together(lambda: _open_files(layout, state))
     optimizer = base_optimizer(engine)
     for number, buffer in enumerate(buffers(engine, layout, writing=True)):
@@ -326,11 +315,12 @@ def restore(engine, state: SavedState) -> None:
         # A parameter that never had a gradient may lack what the others of its buffer have.
         _fill(buffer, max(names, key=lambda name: len(state.state_keys(name))), optimizer, state)
     write_loss_scale(engine, state.loss_scale)
-    for name, value in state.counters.items():
+    for name, value in ({} if is_other_run else state.counters).items():
         setattr(engine, name, value)
     for name, value in engine.module.named_buffers():
         if name in state.buffers:
             value.copy_(state.buffers[name])
+    dist.barrier()
 
 
 def _open_files(layout: Layout, state: SavedState) -> None:
