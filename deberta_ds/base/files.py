@@ -6,6 +6,7 @@ disk, and is then renamed over the final name.
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -25,7 +26,6 @@ from deberta_ds.base.errors import UserError
 
 _HOST = f"{zlib.crc32(socket.gethostname().encode()) % 0x1000:03x}"
 _OLD_SECONDS = 60.0  # of a file of another host, whose lock may not be seen from here
-_CHUNK_BYTES = 1 << 22
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust pass one on
 
 
@@ -142,8 +142,5 @@ def sync_directory(path: str | Path) -> None:
 
 def xxh3(path: str | Path) -> str:
     """Return the xxh3-128 checksum of a file as 32 hexadecimal digits."""
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
