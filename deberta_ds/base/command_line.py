@@ -63,7 +63,9 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, width=columns() - 1)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(_filled(paragraph, width) for paragraph in text.strip().split("\n\n"))
+        # A paragraph with an indented line holds commands, and is left as it is.
+        return "\n\n".join(part if "\n " in f"\n{part}" else fill(part, width)
+                           for part in text.strip().split("\n\n"))
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = as_typed(action.help or ""), action.default
@@ -80,14 +82,6 @@ class _Formatter(argparse.HelpFormatter):
         if kind.endswith(broken):
             return "X"
         return "N" if kind in whole else action.dest.upper()
-
-
-def _filled(paragraph: str, width: int) -> str:
-    """Return a paragraph in lines of `width`; one with an indented line is left as it is."""
-    lines = paragraph.splitlines()
-    if any(line.startswith(" ") for line in lines):
-        return paragraph
-    return fill(" ".join(lines), width)
 
 
 def fill(text: str, width: int, hanging: int = 0) -> str:
