@@ -156,18 +156,13 @@ VARIABLE = "RUN_END_FILE"
 def record(code: int, hosts: Collection[str] = ()) -> None:
     """Write how the job ended, if anybody asked for it; a file that cannot be written is lost."""
     if path := os.environ.get(VARIABLE):
-        try:
+        with suppress(OSError):
             write_atomic(path, f"{code} {','.join(sorted(hosts))}".strip() + "\n")
-        except OSError:
-            pass
 
 
 def record_first(code: int, hosts: set[str]) -> None:
     """As `record`, unless a rank has already written this code: the first report knows best."""
-    try:
-        with open(os.environ.get(VARIABLE, "")) as file:
-            if file.read().split()[0] == str(code):
-                return
-    except (OSError, IndexError):
-        pass
+    with suppress(OSError, IndexError), open(os.environ.get(VARIABLE, "")) as file:
+        if file.read().split()[0] == str(code):
+            return
     record(code, hosts)
