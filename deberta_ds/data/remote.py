@@ -225,8 +225,11 @@ class RemoteCorpus:
         def is_whole(data: bytes) -> bool:
             return len(data) == end - begin and xxhash.xxh3_64_intdigest(data) == expected
 
-        file = self._open(path, size)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            if os.fstat(file).st_size < size:
+                os.ftruncate(file, size)
             data = os.pread(file, end - begin, begin)
             if is_whole(data):
                 return data
@@ -238,14 +241,6 @@ class RemoteCorpus:
         if self._cache.gigabytes and self._written % _BLOCKS_BETWEEN_COUNTS == 0:
             self._make_room()
         return data
-
-    @staticmethod
-    def _open(path: str, size: int) -> int:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if os.fstat(file).st_size < size:
-            os.ftruncate(file, size)
-        return file
 
     def _checksums(self, name: str) -> np.ndarray:
         found = self._sums.get(name)
