@@ -32,12 +32,10 @@ def main() -> None:
 
     from deberta_ds.checkpoint import find
     from deberta_ds.cluster.driver import count_gpus
-    from deberta_ds.data.remote import Cache
-    from deberta_ds.data.rows import eval_sequences
     from deberta_ds.evaluate.held_out import evaluate
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.tokenizer import Tokenizer
-    from deberta_ds.training.setup import EVAL_SEED
+    from deberta_ds.training.setup import held_out_sequences
 
     device = torch.device("cuda" if count_gpus() else "cpu")
     state, run = find.load_whole_state(options.run)
@@ -52,12 +50,8 @@ def main() -> None:
         raise UserError(f"{options.run}: --data has no stored replacements, which this run is to "
                         "find; name a --generator to make them, or leave --data out")
     tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
-    rows = {name: eval_sequences(path, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
-                            eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_sequences,
-                            attend_across_documents=run.data.attend_across_documents,
-                            verify=run.data.verify, replaced=stored.get(name, ""),
-                            cache=Cache(run.data.cache, run.data.cache_gigabytes))
-            for name, path in corpora.items()}
+    rows = held_out_sequences(run, tokenizer, corpora, stored,
+                              options.rows or run.train.eval_sequences)
     if options.generator:
         from deberta_ds.evaluate.held_out import score_discriminator
 

@@ -139,22 +139,28 @@ def _open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
 
 def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
     """Open tokenizer and corpora; each rank verifies its share of the shards."""
-    data, mask = run.data, run.objective.mask
-    cache = Cache(data.cache, data.cache_gigabytes)
-    tokenizer = Tokenizer(data.tokenizer)
-    dataset = RowDataset(data.sources, tokenizer, seq_len=data.seq_len, seed=data.seed, mask=mask,
-                         attend_across_documents=data.attend_across_documents, verify=data.verify,
-                         verify_rank=dist.rank(), verify_world_size=dist.world_size(),
-                         sample_by=run.objective.sample_by,
-                         rows_of_run=batch_schedule.rows_of_run(run.train), cache=cache)
-    held_out = {
-        name: eval_sequences(
-            path, tokenizer, seq_len=data.seq_len, mask=mask, eval_seed=EVAL_SEED,
-            num_rows=run.train.eval_sequences, attend_across_documents=data.attend_across_documents,
-            verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
-            replaced=data.heldout_replacements.get(name, ""), cache=cache)
-        for name, path in data.heldout_corpora.items()}
-    return tokenizer, dataset, held_out
+    data, tokenizer = run.data, Tokenizer(run.data.tokenizer)
+    dataset = RowDataset(data.sources, tokenizer, seed=data.seed, sample_by=run.objective.sample_by,
+                         rows_of_run=batch_schedule.rows_of_run(run.train), **_row_options(run))
+    return tokenizer, dataset, held_out_sequences(
+        run, tokenizer, data.heldout_corpora, data.heldout_replacements, run.train.eval_sequences)
+
+
+def held_out_sequences(run: RunConfig, tokenizer: Tokenizer, corpora: dict[str, str],
+                       replaced: dict[str, str], num_rows: int) -> dict[str, list[Row]]:
+    """Return `num_rows` sequences of each of `corpora` {name: path}, as a run is evaluated on."""
+    return {name: eval_sequences(path, tokenizer, eval_seed=EVAL_SEED, num_rows=num_rows,
+                                 replaced=replaced.get(name, ""), **_row_options(run))
+            for name, path in corpora.items()}
+
+
+def _row_options(run: RunConfig) -> dict[str, Any]:
+    """Return what `RowDataset` takes of a run for training and held-out rows alike."""
+    data = run.data
+    return {"seq_len": data.seq_len, "mask": run.objective.mask, "verify": data.verify,
+            "verify_rank": dist.rank(), "verify_world_size": dist.world_size(),
+            "attend_across_documents": data.attend_across_documents,
+            "cache": Cache(data.cache, data.cache_gigabytes)}
 
 
 def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:
