@@ -130,7 +130,7 @@ class TimeUse:
 
     def shares(self, training_seconds: float) -> dict[str, float]:
         """Return {what: share}, steps first; `training_seconds`: of steps, saves, evaluations."""
-        whole = self._whole(training_seconds)
+        whole = max(training_seconds + self._lost, 1e-9)
         steps = max(0.0, training_seconds - sum(self.seconds.values()))
         parts = {"steps": steps} | self.seconds | {"starts and repeated steps": self._lost}
         return {name: seconds / whole for name, seconds in parts.items()}
@@ -148,10 +148,7 @@ class TimeUse:
         """Return "time: steps 97.1%, saves 0.4%, ... of 3h 02m"."""
         shares = self.shares(training_seconds).items()
         text = ", ".join(f"{name} {share:.1%}" for name, share in shares)
-        return f"time: {text} of {format_duration(self._whole(training_seconds))}"
-
-    def _whole(self, training_seconds: float) -> float:
-        return max(training_seconds + self._lost, 1e-9)
+        return f"time: {text} of {format_duration(training_seconds + self._lost)}"
 
 
 # Which host is slower than the others.
