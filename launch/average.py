@@ -9,11 +9,10 @@ the other commands read. A run keeps `train.keep` checkpoints (3 by default). Th
 are and the higher the learning rate between them, the more averaging changes the model.
 """
 
-import argparse
 import os
 from pathlib import Path
 
-from deberta_ds.base.command_line import local, parser_for
+from deberta_ds.base.command_line import checked, local, parser_for
 from deberta_ds.base.errors import exit_cleanly
 
 
@@ -51,9 +50,7 @@ def main() -> None:
 
 
 def _at_least_two(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 2 on")
-    return int(text)
+    return checked(text, int, lambda value: value >= 2, "a whole number from 2 on")
 
 
 if __name__ == "__main__":
