@@ -23,7 +23,7 @@ _HUB = "hf://"
 _NEVER_READ = ["*.h5", "*.ot", "*.msgpack", "*.onnx", "onnx/*", "openvino/*"]  # other frameworks'
 
 
-def local_copy(source: str | Path, cache: str = remote.DEFAULT_CACHE.directory) -> Path:
+def local_copy(source: str | Path) -> Path:
     """Return where a run, checkpoint or model lies on this machine.
 
     `source`: a path; a URL, of a run (its newest whole checkpoint), its best, one of its
@@ -33,10 +33,10 @@ def local_copy(source: str | Path, cache: str = remote.DEFAULT_CACHE.directory) 
     name = str(source)
     if name.startswith(_HUB) or (_HUB_NAME.fullmatch(name) and not Path(name).parent.exists()):
         return _of_the_hub(name)
-    return _of_a_url(name.rstrip("/"), cache) if remote.is_remote(name) else Path(source)
+    return _of_a_url(name.rstrip("/")) if remote.is_remote(name) else Path(source)
 
 
-def _of_a_url(url: str, cache: str) -> Path:
+def _of_a_url(url: str) -> Path:
     system, root, found = remote.listed_at(url)
     if not found:
         raise UserError(f"{url}: nothing is there; check the address")
@@ -44,14 +44,14 @@ def _of_a_url(url: str, cache: str) -> Path:
         if url.rpartition("/")[2] != BEST:
             raise UserError(f"{url}: is a file; name the directory of a run or a model")
         text = remote.tried(lambda: system.cat_file(root), url, bool).decode(errors="replace")
-        return _of_a_url(f"{url.rpartition('/')[0]}/{text.strip()}", cache)
+        return _of_a_url(f"{url.rpartition('/')[0]}/{text.strip()}")
     whole = re.compile(re.escape(f"{root}/{DIRECTORY}/") + r"(step-\d{8,})/" + re.escape(MANIFEST))
     if steps := [match[1] for path in found if (match := whole.fullmatch(path))]:
-        return _of_a_url(f"{url}/{DIRECTORY}/{max(steps, key=lambda step: int(step[5:]))}", cache)
+        return _of_a_url(f"{url}/{DIRECTORY}/{max(steps, key=lambda step: int(step[5:]))}")
     if any(path.startswith(f"{root}/{DIRECTORY}/") for path in found):
         raise UserError(f"{url}: no whole checkpoint; the upload of the first one has not ended")
     version = xxhash.xxh3_64_hexdigest(repr(sorted(found.items())).encode())
-    place = cache_directory(cache) / "models" / version
+    place = cache_directory(remote.DEFAULT_CACHE.directory) / "models" / version
     place.mkdir(parents=True, exist_ok=True)
     with open(place / ".lock", "w") as held:  # one of a node's ranks fetches, the others wait
         with suppress(OSError):  # some network file systems have no locks

@@ -237,7 +237,8 @@ def test_one_process_of_a_node_fetches_a_model(tmp_path, monkeypatch):
 
     monkeypatch.setattr(download, "fetch", fetch)
     monkeypatch.setattr(remote, "listed_at", lambda url: (None, "m", {"m/config.json": "1"}))
-    assert local_copy("https://host/m", str(tmp_path)).parent == tmp_path / "models"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_copy("https://host/m").parent == tmp_path / ".cache/deberta_ds/models"
 
 
 def test_a_run_goes_on_from_an_s3_server(tmp_path, monkeypatch, process_group):
