@@ -18,6 +18,7 @@ from deberta_ds.data.shards import (
     RowsManifest,
     ShardInfo,
     plan_rows,
+    planned_lengths,
     read_manifest,
     read_rows_manifest,
     rows_directory,
@@ -74,12 +75,6 @@ def manifest_of(corpus: str | Path, tokenizer: Tokenizer) -> tuple[Manifest, str
     return manifest, content_hash
 
 
-def packed_lengths(corpus: str | Path) -> list[int]:
-    """Return the sequence lengths that a corpus is packed for."""
-    names = (plan.parent.name.removeprefix("rows-") for plan in Corpus.row_plans(corpus))
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
 def plan_description(content_hash: str, seq_len: int) -> dict:
     """Return what decides a row plan: the corpus, the length and the packer."""
     return {"corpus": content_hash, "seq_len": seq_len, "packer_version": PACKER_VERSION}
@@ -108,7 +103,7 @@ def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> li
     `mode` as of Corpus.verify. `tokenizer_sha256`: of the tokenizer that it must be made with.
     """
     read_manifest(path)
-    lengths = packed_lengths(path)
+    lengths = planned_lengths(path)
     if not lengths:
         raise UserError(f"{path}: no finished sequence plan; run data_prep/pack.py")
     lines = []

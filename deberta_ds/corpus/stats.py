@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from deberta_ds.corpus.encode import left_out
-from deberta_ds.corpus.pack import manifest_of, packed_lengths
+from deberta_ds.corpus.pack import manifest_of
 from deberta_ds.data.corpus import open_shard
-from deberta_ds.data.shards import Manifest, read_rows_manifest, rows_directory
+from deberta_ds.data.shards import Manifest, planned_lengths, read_rows_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer, unknown_pieces
 from deberta_ds.tokenizer.words import byte_value
 
@@ -46,7 +46,7 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
             chunk = tokens[start : start + _CHUNK_TOKENS]
             frequencies += np.bincount(chunk, minlength=len(frequencies))
     plans = []
-    for seq_len in packed_lengths(path):
+    for seq_len in planned_lengths(path):
         plan, _ = read_rows_manifest(rows_directory(path, seq_len))
         rows = sum(shard.rows for shard in plan.shards)
         pieces = sum(shard.pieces for shard in plan.shards)

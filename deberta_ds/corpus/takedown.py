@@ -21,7 +21,7 @@ from deberta_ds.corpus.origins import (
     origins_path,
     write_origins_manifest,
 )
-from deberta_ds.corpus.pack import manifest_of, pack_shard, packed_lengths, plan_description
+from deberta_ds.corpus.pack import manifest_of, pack_shard, plan_description
 from deberta_ds.corpus.units import job, run_units, write_plan
 from deberta_ds.data.corpus import open_shard
 from deberta_ds.data.shards import (
@@ -35,6 +35,7 @@ from deberta_ds.data.shards import (
     ShardWriter,
     content_hash_of,
     cut_documents,
+    planned_lengths,
     read_manifest,
     read_rows_manifest,
     rows_directory,
@@ -64,7 +65,7 @@ def take_down(corpus: str | Path, names: list[str], out: str | Path, tokenizer: 
         more = ", ..." if len(unknown) > 5 else ""
         raise UserError(f"{corpus}: holds no document {', '.join(unknown[:5])}{more} "
                         f"({len(unknown)} of {len(names)} names); look with data_prep/find.py")
-    lengths = packed_lengths(corpus)
+    lengths = planned_lengths(corpus)
     digest = hashlib.sha256("\n".join(sorted(set(names))).encode()).hexdigest()
     description = {"version": _VERSION, "corpus": content_hash, "names": digest,
                    "lengths": lengths, "packer_version": PACKER_VERSION}

@@ -22,6 +22,7 @@ from deberta_ds.data.shards import (
     MANIFEST,
     RowShardInfo,
     ShardInfo,
+    planned_lengths,
     read_manifest,
     read_rows_manifest,
     rows_directory,
@@ -75,8 +76,7 @@ class Corpus:
         if self._remote:
             self._remote.fetch(f"{rows_path.name}/{MANIFEST}")
         if not (rows_path / MANIFEST).exists():
-            found = sorted(p.parent.name for p in self.row_plans(self.path))
-            names = ", ".join(found) or "none"
+            names = ", ".join(f"rows-{one}" for one in planned_lengths(self.path)) or "none"
             raise UserError(f"{self.path}: no sequence plan for seq_len {self.seq_len} (found: "
                             f"{names}); run {self._pack()}")
         self.rows_manifest, self.rows_content_hash = read_rows_manifest(rows_path)
@@ -89,11 +89,6 @@ class Corpus:
         if planned != there:
             raise UserError(f"{rows_path / MANIFEST}: damaged: plans {planned} shards of {there}; "
                             f"{remedy}")
-
-    @staticmethod
-    def row_plans(path: str | Path) -> list[Path]:
-        """Return the manifests of the finished row plans of a corpus directory."""
-        return list(Path(path).glob(f"rows-*/{MANIFEST}"))
 
     def check_tokenizer(self, sha256: str, whose: str = "this run's tokenizer") -> None:
         """UserError unless the corpus was made with the tokenizer of this checksum."""

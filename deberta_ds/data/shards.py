@@ -120,6 +120,13 @@ def rows_directory(corpus: str | Path, seq_len: int) -> Path:
     return Path(corpus) / f"rows-{seq_len}"
 
 
+def planned_lengths(corpus: str | Path) -> list[int]:
+    """Return the lengths of the finished row plans of a corpus directory, in order."""
+    names = (path.parent.name.removeprefix("rows-")
+             for path in Path(corpus).glob(f"rows-*/{MANIFEST}"))
+    return sorted(int(name) for name in names if name.isdecimal())  # no rows-512.old
+
+
 def canonical_json(value: Manifest | RowsManifest) -> str:
     """Return the one text form of a manifest: sorted keys, one shard a line."""
     fields = asdict(value)

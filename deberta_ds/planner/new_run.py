@@ -22,8 +22,7 @@ from deberta_ds.config.toml_files import (
     read_toml,
     set_value,
 )
-from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.shards import read_manifest
+from deberta_ds.data.shards import planned_lengths, read_manifest
 from deberta_ds.engine import ds_config
 from deberta_ds.model import cpu
 from deberta_ds.objectives.build import objective_of
@@ -87,8 +86,7 @@ def open_corpus(directory: str, heldout: str | None, tokenizer: str | None) -> T
     held_out = [read_manifest(path)[0] for path in _heldout(data)]
     text = Text(data, sum(one.tokens for one in train), min(one.tokens for one in held_out),
                 train[0].vocab_size, [])
-    lengths = [{int(plan.parent.name[5:]) for plan in Corpus.row_plans(path)}
-               for path in text.directories]
+    lengths = map(set, map(planned_lengths, text.directories))
     return replace(text, packed=sorted(set.intersection(*lengths)))
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.rows import RowDataset, eval_sequences
+from deberta_ds.data.shards import planned_lengths
 
 SEQ_LEN = 64
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -211,6 +213,12 @@ def test_names_the_missing_corpus_and_length(corpus, tmp_path):
         dataset_of(corpus, seq_len=32)
     with pytest.raises(UserError, match="twice"):
         dataset_of(corpus, corpus)
+
+
+def test_a_row_plan_that_was_set_aside_is_no_plan(corpus):
+    """A directory rows-64.old ended verify.py, take_down.py and new.py in a traceback."""
+    shutil.copytree(corpus / "rows-64", corpus / "rows-64.old")
+    assert planned_lengths(corpus) == [64, 128]
 
 
 @pytest.mark.parametrize(("name", "place", "value"), [
