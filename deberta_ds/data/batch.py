@@ -45,9 +45,9 @@ class Batch:
     num_tokens: int
     run_fraction: float = 1.0
 
-    def to(self, device, non_blocking: bool = True) -> "Batch":
+    def to(self, device) -> "Batch":
         """Return the batch with its tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """Return the batch in pinned memory, which a copy to a GPU does not wait for."""
