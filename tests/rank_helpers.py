@@ -49,14 +49,19 @@ def free_port() -> int:
 
 def start(world_size: int, arguments: list[str], log: Path, script: Path = PRETRAIN) -> list:
     """Return the started processes of `script arguments`, rank by rank; output goes to log."""
+    return start_each([arguments] * world_size, log, script)
+
+
+def start_each(arguments: list[list[str]], log: Path, script: Path = PRETRAIN) -> list:
+    """As `start`, each rank with arguments of its own."""
     port = free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     _start_server()
     processes = []
-    for rank in range(world_size):
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+    for rank, own in enumerate(arguments):
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(arguments)),
                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        process = _context.Process(target=_rank_main, args=(str(script), arguments, env, str(log)))
+        process = _context.Process(target=_rank_main, args=(str(script), own, env, str(log)))
         process.start()
         processes.append(process)
     return processes

@@ -11,17 +11,8 @@ from launching import deepspeed_json, make_run
 def start(tmp_path, arguments: list[list[str]], script=rank_helpers.PRETRAIN
           ) -> tuple[list[int], str]:
     """Run pretrain.py, each rank with arguments of its own; return (exit codes, what was said)."""
-    rank_helpers._start_server()
-    log, port = tmp_path / "log", rank_helpers.free_port()
-    log.write_text("")
-    ranks = []
-    for rank, own in enumerate(arguments):
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(arguments)),
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(rank_helpers._context.Process(target=rank_helpers._rank_main, args=(
-            str(script), own, env, str(log))))
-        ranks[-1].start()
-    return rank_helpers.wait(ranks, 120), log.read_text()
+    codes = rank_helpers.wait(rank_helpers.start_each(arguments, tmp_path / "log", script), 120)
+    return codes, (tmp_path / "log").read_text()
 
 
 @pytest.mark.multi
