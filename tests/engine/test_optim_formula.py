@@ -67,15 +67,6 @@ def test_ten_steps_agree_with_the_formula(name, schedule):
     assert all(error <= 1e-6 for error in errors)  # max() would pass over NaN
 
 
-def test_official_schedule_starts_at_zero_and_drops_after_warm_up():
-    optim = OptimConfig(
-        learning_rate=1.0, name="adam_uncorrected", schedule="deberta_linear", warmup_steps=10)
-    rates = [learning_rate(optim, step, 100) for step in range(100)]
-    assert rates[0] == 0.0 and rates[9] == pytest.approx(0.9)
-    assert rates[10] == pytest.approx(0.9)  # 1 - 10/100: not 1, the line is not rescaled
-    assert rates[99] == pytest.approx(0.01)
-
-
 def test_parameters_without_gradients_are_in_no_group_and_waiting_ones_apart():
     model = Small()
     model.table.requires_grad_(False)
