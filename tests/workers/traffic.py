@@ -109,7 +109,6 @@ def main() -> None:
     engine.keep_nothing_gathered = lambda ds: ds  # only on a CPU; plans are a GPU's
     torch_dist.Backend.register_backend("counting", make_group, devices=["cpu"])
     torch_dist.init_process_group("counting")
-    engine.deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     engine.deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # built for a minute
     engine.deepspeed.init_distributed(verbose=False)
     torch.set_num_threads(1)
