@@ -208,6 +208,13 @@ def _check(row: int, holds: bool, invariant: str) -> None:
         raise AssertionError(f"row {row}: {invariant}")
 
 
+def flip_a_bit(path: Path) -> None:
+    """Damage a file without changing its size."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def run_main(script: str, *arguments) -> str:
     """Return what a script of launch/ or data_prep/ prints, run in this process."""
     path, printed = Path(__file__).parents[1] / script, io.StringIO()

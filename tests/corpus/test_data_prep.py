@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from data_helpers import (
     READ,
+    flip_a_bit,
     make_corpus,
     random_documents,
     stored_texts,
@@ -238,9 +239,7 @@ def test_a_flipped_bit_is_named_by_what_reads_whole_shards(tmp_path, part):
     documents = [tiny_tokenizer().encode(text) for text in random_documents(30)]
     corpus = make_corpus(tmp_path / "corpus", documents, tiny_tokenizer(), (64,))
     shard = next((Path(corpus) / part).glob("*.npy"))
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 0x80
-    shard.write_bytes(data)
+    flip_a_bit(shard)
     with pytest.raises(UserError, match=f"{part}/{shard.name}: xxh3 checksum differs"):
         corpus_stats(corpus, tiny_tokenizer())
     info = read_manifest(corpus)[0].shards[0]

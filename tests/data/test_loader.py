@@ -40,6 +40,11 @@ def open_dataset(path):
         [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig())
 
 
+def one_rank(dataset, stretch, micro_batch_size=4, workers=1):
+    return build_loader(dataset, stretches=[stretch], micro_batch_size=micro_batch_size, rank=0,
+                        world_size=1, num_workers=workers)
+
+
 def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batch=24):
     """Return the tensors of all global batches, put together from every rank."""
     per_step = [[] for _ in range(steps)]
@@ -62,8 +67,7 @@ def test_batches_for_a_gpu_are_pinned_by_the_rank(dataset, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
-    batches = build_loader(dataset, stretches=[Stretch(0, 8, 3)], micro_batch_size=4, rank=0,
-                           world_size=1, num_workers=1)
+    batches = one_rank(dataset, Stretch(0, 8, 3))
     first = next(batches)
     assert pinned == [first] and isinstance(first.input_ids, torch.Tensor)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # a run on the CPU beside somebody else's GPUs
@@ -90,22 +94,16 @@ def test_refuses_a_batch_that_the_ranks_cannot_share(dataset):
 
 def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
     path = make_corpus(tmp_path / "corpus", [[10] * 40] * 30, tiny_tokenizer(), (64,))
-    dataset = RowDataset(
-        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig())
+    dataset = open_dataset(path)
     (path / "tokens" / "00001-000.npy").unlink()
-    loader = build_loader(
-        dataset, stretches=[Stretch(0, 8, 20)], micro_batch_size=8, rank=0, world_size=1,
-        num_workers=1)
     with pytest.raises(UserError) as caught:
-        list(loader)
+        list(one_rank(dataset, Stretch(0, 8, 20), micro_batch_size=8))
     assert "00001-000.npy" in str(caught.value) and "Traceback" not in str(caught.value)
 
 
 def test_workers_ignore_what_asks_a_run_to_stop_and_say_what_ended_them(dataset):
     before = set(multiprocessing.active_children())
-    loader = build_loader(
-        dataset, stretches=[Stretch(0, 4, 400)], micro_batch_size=4, rank=0, world_size=1,
-        num_workers=1)
+    loader = one_rank(dataset, Stretch(0, 4, 400))
     next(loader)
     worker, = set(multiprocessing.active_children()) - before
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -122,9 +120,7 @@ def test_workers_are_children_of_the_rank_where_pythons_default_is_a_fork_server
     usual = multiprocessing.get_start_method()
     multiprocessing.set_start_method("forkserver", force=True)
     try:
-        loader = build_loader(
-            dataset, stretches=[Stretch(0, 4, 4)], micro_batch_size=4, rank=0, world_size=1,
-            num_workers=1)
+        loader = one_rank(dataset, Stretch(0, 4, 4))
         next(loader)
         worker, = multiprocessing.active_children()
         assert process.look(worker.pid).parent == os.getpid()
@@ -191,5 +187,4 @@ def test_a_full_shared_memory_is_named(dataset, monkeypatch):
 
     monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", full)
     with pytest.raises(UserError, match="^/dev/shm is full: .*shm-size.*or set data.workers = 0"):
-        next(build_loader(dataset, stretches=[Stretch(0, 1, 4)], micro_batch_size=4, rank=0,
-                          world_size=1, num_workers=1))
+        next(one_rank(dataset, Stretch(0, 1, 4)))

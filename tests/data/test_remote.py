@@ -17,7 +17,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from data_helpers import make_corpus, random_documents, tiny_tokenizer
+from data_helpers import flip_a_bit, make_corpus, random_documents, tiny_tokenizer
 from fsspec.implementations.local import LocalFileSystem
 from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run
 from s3_server import s3_bucket
@@ -146,9 +146,7 @@ def test_a_corpus_with_a_damaged_shard_is_not_uploaded(corpus, tmp_path):
     """Readers hold each block against what was uploaded, so nobody would notice later."""
     broken = Path(shutil.copytree(corpus, tmp_path / "broken"))
     path = min((broken / "tokens").glob("*.npy"))
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 4
-    path.write_bytes(data)
+    flip_a_bit(path)
     done = subprocess.run(
         [sys.executable, ROOT / "data_prep/upload.py", broken, "--to", f"file://{tmp_path}/store"],
         capture_output=True, text=True, env=ENVIRONMENT)

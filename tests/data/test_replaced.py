@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import rank_helpers
 import torch
-from data_helpers import run_main
+from data_helpers import flip_a_bit, run_main
 from launching import ROOT
 
 from deberta_ds.base.errors import UserError
@@ -222,9 +222,7 @@ def test_what_does_not_fit_is_refused(stored, tmp_path):
     shutil.copytree(stored["heldout"], damaged)
     shard = next(iter(read_replaced_manifest(damaged)[0].shards[1]))
     path = shard_path(damaged, 1, shard, "ids")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_a_bit(path)
     dataset_of(damaged)  # sizes alone do not show it
     with pytest.raises(UserError, match="ids.npy: xxh3 checksum differs"):
         dataset_of(damaged, verify="full")

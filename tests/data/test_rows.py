@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from data_helpers import (
     check_batch,
+    flip_a_bit,
     make_corpus,
     random_documents,
     tiny_tokenizer,
@@ -45,6 +46,12 @@ def dataset_of(*paths, seed=7, **options) -> RowDataset:
     sources = [path if isinstance(path, SourceConfig) else SourceConfig(path=str(path))
                for path in paths]
     return RowDataset(sources, tiny_tokenizer(), seed=seed, **options)
+
+
+def read_all(dataset: RowDataset) -> list:
+    """Return the rows of the first epoch of a dataset of one source."""
+    rows, = dataset.num_rows.values()
+    return [dataset[g] for g in range(rows)]
 
 
 def test_each_epoch_visits_every_row_once_in_another_order(corpus):
@@ -102,8 +109,7 @@ def test_every_token_appears_exactly_once_in_an_epoch(corpus):
     dataset = dataset_of(corpus)
     special = tiny_tokenizer().is_special()
     seen = 0
-    for g in range(dataset.num_rows[str(corpus)]):
-        row = dataset[g]
+    for row in read_all(dataset):
         original = np.where(row.labels != -100, row.labels, row.input_ids)
         seen += int((~special[original]).sum())
     documents = [tiny_tokenizer().encode(text) for text in random_documents(40)]
@@ -113,8 +119,7 @@ def test_every_token_appears_exactly_once_in_an_epoch(corpus):
 
 def test_across_documents_is_one_segment(corpus):
     apart, together = dataset_of(corpus), dataset_of(corpus, attend_across_documents=True)
-    for g in range(together.num_rows[str(corpus)]):
-        row = together[g]
+    for row in read_all(together):
         real = int((row.segments > 0).sum())
         assert set(row.segments[:real]) == {1} and not row.segments[real:].any()
         assert np.array_equal(row.positions[:real], np.arange(real))
@@ -138,9 +143,7 @@ def test_a_longer_stage_on_another_part_shares_no_token(tmp_path):
                        tiny_tokenizer(), (SEQ_LEN, 128), shards=6)
 
     def ids_of(dataset):
-        rows = dataset.num_rows[str(path)]
-        found = [dataset[g] for g in range(rows)]
-        shown = [np.where(row.labels >= 0, row.labels, row.input_ids) for row in found]
+        shown = [np.where(row.labels >= 0, row.labels, row.input_ids) for row in read_all(dataset)]
         return set(np.concatenate(shown).tolist()) - {0, 1, 2}
 
     first = ids_of(dataset_of(SourceConfig(path=str(path), part=(0.0, 0.5))))
@@ -180,13 +183,11 @@ def test_refuses_another_tokenizer(corpus, tmp_path):
 
 def test_refuses_truncated_and_flipped_shards(corpus):
     shard = corpus / "tokens" / "00001-000.npy"
-    data = bytearray(shard.read_bytes())
-    data[300] ^= 1
-    shard.write_bytes(data)
+    flip_a_bit(shard)
     dataset_of(corpus, verify="sizes")
     with pytest.raises(UserError, match=r"00001-000.npy: xxh3 checksum.*copy"):
         dataset_of(corpus, verify="full")
-    shard.write_bytes(data[:-2])
+    shard.write_bytes(shard.read_bytes()[:-2])
     with pytest.raises(UserError, match=r"00001-000.npy: \d+ bytes"):
         dataset_of(corpus)
     shard.unlink()
@@ -201,8 +202,7 @@ def test_refuses_a_token_outside_the_vocabulary(corpus):
     tokens.flush()
     dataset = dataset_of(corpus)
     with pytest.raises(UserError, match=r"00000-000.npy.*token id 60000"):
-        for g in range(dataset.num_rows[str(corpus)]):
-            dataset[g]
+        read_all(dataset)
 
 
 def test_names_the_missing_corpus_and_length(corpus, tmp_path):
@@ -233,8 +233,7 @@ def test_a_row_plan_of_the_right_size_with_wrong_content_is_refused(corpus, name
     path.write_bytes(data)
     dataset = dataset_of(corpus)
     with pytest.raises(UserError, match=r"00001-000.npy: sequence \d+ of this plan.*pack.py"):
-        for g in range(dataset.num_rows[str(corpus)]):
-            dataset[g]
+        read_all(dataset)
     # With a manifest that agrees, as after a copy of the wrong plan, full verification finds it.
     manifest = corpus / "rows-64" / "manifest.json"
     values = json.loads(manifest.read_text())
@@ -257,8 +256,7 @@ def test_a_shard_that_is_cut_while_a_run_reads_it_is_one_error(corpus):
     shard = corpus / "tokens" / "00001-000.npy"
     shard.write_bytes(shard.read_bytes()[:200])
     with pytest.raises(UserError, match=r"00001-000.npy: ends at byte \d+, cut short"):
-        for g in range(dataset.num_rows[str(corpus)]):
-            dataset[g]
+        read_all(dataset)
 
 
 def test_small_plans_are_read_once_and_others_a_part_at_a_time(corpus, monkeypatch):
@@ -268,8 +266,8 @@ def test_small_plans_are_read_once_and_others_a_part_at_a_time(corpus, monkeypat
     monkeypatch.setattr(reading.os, "pread",
                         lambda *args, pread=os.pread: reads.append(args) or pread(*args))
     kept = dataset_of(corpus)
-    rows = range(kept.num_rows[str(corpus)])
-    expected = [kept[g] for g in rows]
+    expected = read_all(kept)
+    rows = range(len(expected))
     plans = [path for path in (corpus / "rows-64").glob("*.npy")]
     room = reading.SmallFiles.room_bytes
     assert before - room == sum(path.stat().st_size for path in plans)

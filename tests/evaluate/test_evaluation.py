@@ -8,7 +8,7 @@ import pytest
 import report_cases
 import thread_ranks
 import torch
-from data_helpers import make_corpus, random_documents, tiny_tokenizer
+from data_helpers import flip_a_bit, make_corpus, random_documents, tiny_tokenizer
 from launching import make_run
 
 from deberta_ds.base.errors import UserError
@@ -98,9 +98,7 @@ def test_a_flipped_byte_of_a_held_out_corpus_is_found_when_all_is_verified(root,
     """data.verify = "full" looked at the sizes of held-out corpora alone."""
     shutil.copytree(root / "other", tmp_path / "damaged")
     shard = sorted((tmp_path / "damaged/tokens").iterdir())[0]
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip_a_bit(shard)
     run = loaded(root, f"--data.heldout={tmp_path}/damaged", "--train.eval_sequences=3")
     setup._open(run)  # sizes alone do not show it
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, verify="full"))
