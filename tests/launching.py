@@ -89,6 +89,11 @@ def deepspeed_json(path: Path, stage: int, **more) -> Path:
     return path
 
 
+def options_of(run_file: str | Path, ds_file: str | Path) -> list[str]:
+    """Return the arguments of pretrain.py that name the two."""
+    return ["--config", str(run_file), "--deepspeed_config", str(ds_file)]
+
+
 def torchrun(ranks: int, script: str | Path, *arguments, timeout: float = 240,
              check: bool = True) -> subprocess.CompletedProcess:
     """Run `script` on `ranks` ranks of this machine; on failure show what it printed."""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import rank_helpers
 import torch
-from launching import ENVIRONMENT, NVME_REASON, ROOT, make_run
+from launching import ENVIRONMENT, NVME_REASON, ROOT, make_run, options_of
 from small_disk import small_disk
 
 from deberta_ds.checkpoint import find, save
@@ -292,8 +292,8 @@ def test_full_disk_is_one_error_and_leaves_the_old_checkpoints(tmp_path):
     config = tmp_path / "zero3.json"
     config.write_text('{"zero_optimization": {"stage": 3}}')
     with small_disk(disk, "9m") as resize:
-        arguments = ["--config", str(run_file), "--deepspeed_config", str(config),
-                     f"--out_dir={disk}/out", "--train.save_every=2", "--train.steps=8"]
+        arguments = [*options_of(run_file, config), f"--out_dir={disk}/out",
+                     "--train.save_every=2", "--train.steps=8"]
         processes = rank_helpers.start(2, arguments, tmp_path / "log")
         assert rank_helpers.wait(processes) == [2, 2]
         text = (tmp_path / "log").read_text()

@@ -9,7 +9,7 @@ import time
 import pytest
 import rank_helpers
 import torch
-from launching import ROOT, deepspeed_json, losses, make_run, torchrun
+from launching import ROOT, deepspeed_json, losses, make_run, options_of, torchrun
 
 from deberta_ds.checkpoint.find import list_finished, list_steps, load_whole_state, step_of
 from deberta_ds.cluster import process
@@ -80,7 +80,7 @@ def test_a_checkpoint_between_two_lines_loses_no_tokens(tmp_path, log_every):
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     run_file = make_run(tmp_path, dropout=0.1, log_every=str(log_every), steps="14",
                         save_every="3", workers="1", two_layers=True)
-    command = ["--config", str(run_file), "--deepspeed_config", str(ds)]
+    command = options_of(run_file, ds)
     rank_helpers.run(1, command, tmp_path / "whole.log")
     whole = train_lines(tmp_path / "out")
     for path in list_steps(tmp_path / "out"):
@@ -98,7 +98,7 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_its_command_goes_on_from_the
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     run_file = make_run(tmp_path, dropout=0.1, steps="12", save_every="2", workers="1",
                         two_layers=True)
-    command = ["--config", str(run_file), "--deepspeed_config", str(ds), "--train.keep=2"]
+    command = [*options_of(run_file, ds), "--train.keep=2"]
     rank_helpers.run(1, [*command, "--train.keep=9"], tmp_path / "whole.log")
     out, whole = tmp_path / "out", train_lines(tmp_path / "out")
     back = [*command, "--resume", str(list_steps(out)[1])]
@@ -119,8 +119,7 @@ def test_layers_that_keep_their_linear_outputs_go_on_under_zero3(tmp_path):
         "stage": 3, "stage3_param_persistence_threshold": 1000})
     run_file = make_run(tmp_path, dropout=0.1, steps="6", save_every="3", eval_every="6",
                         two_layers=True)
-    command = ["--config", str(run_file), "--deepspeed_config", str(ds),
-               "--train.activation_checkpointing=selective"]
+    command = [*options_of(run_file, ds), "--train.activation_checkpointing=selective"]
     rank_helpers.run(1, command, tmp_path / "whole.log")
     halves = [*command, f"--out_dir={tmp_path / 'halves'}"]
     rank_helpers.run(1, [*halves, "--train.stop_after=3"], tmp_path / "first.log")
@@ -142,14 +141,14 @@ def whole(tmp_path_factory):
         batch_warmup_steps="9",
         two_layers=True)  # kills fall into its growth
     ds = deepspeed_json(root / "zero3.json", 3)
-    torchrun(2, ROOT / "launch/pretrain.py", "--config", run_file, "--deepspeed_config", ds)
+    torchrun(2, ROOT / "launch/pretrain.py", *options_of(run_file, ds))
     return run_file, ds
 
 
 @pytest.mark.parametrize("moment", [at_random, while_saving])
 def test_killed_run_resumes_bit_identically(whole, tmp_path, moment):
     (run_file, ds), out = whole, tmp_path / "out"
-    command = ["--config", str(run_file), "--deepspeed_config", str(ds), f"--out_dir={out}"]
+    command = [*options_of(run_file, ds), f"--out_dir={out}"]
     step = start_and_kill(command, out, moment)
     assert step < 12 and (moment is at_random or step_of(list_steps(out)[-1]) > step)
     text = rank_helpers.run(2, command, tmp_path / "resumed.log")

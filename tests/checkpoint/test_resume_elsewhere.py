@@ -2,7 +2,7 @@
 
 import pytest
 import rank_helpers
-from launching import deepspeed_json, make_run
+from launching import deepspeed_json, make_run, options_of
 
 from deberta_ds.tracking.records import read_metrics
 
@@ -25,8 +25,8 @@ def test_other_ranks_and_stages_go_on_with_the_same_rows(tmp_path, kind):
     configs = {stage: deepspeed_json(tmp_path / f"zero{stage}.json", stage) for stage in (1, 2, 3)}
 
     def run(name: str, ranks: int, stage: int, *options: str) -> str:
-        command = ["--config", str(run_file), "--deepspeed_config", str(configs[stage]),
-                   f"--objective.kind={kind}", f"--out_dir={tmp_path / name}", *FALLING, *options]
+        command = [*options_of(run_file, configs[stage]), f"--objective.kind={kind}",
+                   f"--out_dir={tmp_path / name}", *FALLING, *options]
         return rank_helpers.run(ranks, command, tmp_path / f"{name}-{stage}.log")
 
     run("whole", 1, 1)

@@ -16,8 +16,7 @@ import rank_helpers
 import thread_ranks
 import torch
 from data_helpers import RUN_RECORD
-from launching import deepspeed_json, make_run
-from rank_helpers import PRETRAIN
+from launching import deepspeed_json, make_run, options_of
 
 from deberta_ds.checkpoint import find, save, saved_state
 from deberta_ds.checkpoint.find import CheckpointError
@@ -196,8 +195,7 @@ def runs(tmp_path_factory):
     run = make_run(root, dropout=0.1, steps="12", save_every="3", eval_every="12", two_layers=True)
     ds = deepspeed_json(root / "zero1.json", 1)
     for name, in_background in (("a", "false"), ("b", "true")):
-        rank_helpers.run(2, ["--config", str(run), "--deepspeed_config", str(ds),
-                             f"--out_dir={root / name}",
+        rank_helpers.run(2, [*options_of(run, ds), f"--out_dir={root / name}",
                              f"--train.save_in_background={in_background}"], root / f"log_{name}")
     return root
 
@@ -332,6 +330,5 @@ def test_save_minutes_saves_between_save_every(runs, tmp_path):
     run = make_run(tmp_path, steps="4", save_every="1000", eval_every="1000", log_every="2",
                    warmup_steps="0", two_layers=True)
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
-    rank_helpers.run(2, ["--config", str(run), "--deepspeed_config", str(ds),
-                         "--train.save_minutes=1e-9"], tmp_path / "log", PRETRAIN)
+    rank_helpers.run(2, [*options_of(run, ds), "--train.save_minutes=1e-9"], tmp_path / "log")
     assert [p.name[-1] for p in find.list_finished(tmp_path / "out")] == ["2", "4"]

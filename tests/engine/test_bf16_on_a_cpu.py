@@ -7,7 +7,7 @@ import pytest
 import rank_helpers
 import torch
 from deepspeed import get_accelerator
-from launching import ROOT, make_run
+from launching import ROOT, make_run, options_of
 
 from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
@@ -79,8 +79,8 @@ def test_16_bit_weights_without_a_gpu_are_warned_of(name, warned, monkeypatch):
 def test_a_warning_about_the_machine_is_in_the_log_of_a_run(tmp_path):
     """The group was joined twice, and the warnings were those of the second time."""
     ds = ROOT / "ds_configs/zero1_bf16.json"
-    text = rank_helpers.run(1, ["--config", str(make_run(tmp_path)), "--deepspeed_config", str(ds),
-                                "--train.stop_after=1"], tmp_path / "log")
+    text = rank_helpers.run(1, [*options_of(make_run(tmp_path), ds), "--train.stop_after=1"],
+                            tmp_path / "log")
     lines = engine.check_deepspeed(ds_config.load(ds), "ds.json")
     assert lines and all(text.count(line) == 1 for line in lines)
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import rank_helpers
 import torch
-from launching import deepspeed_json, make_run
+from launching import deepspeed_json, make_run, options_of
 from torch import nn
 
 from deberta_ds.checkpoint.find import newest
@@ -149,9 +149,8 @@ def test_every_stage_trains_and_resumes_alike(tmp_path, kind):
 
     def run(name: str, ranks: int, stage: int, more: dict, *options: str) -> SavedState:
         ds = deepspeed_json(tmp_path / f"{name}.json", stage, **more)
-        rank_helpers.run(ranks, ["--config", str(run_file), "--deepspeed_config", str(ds),
-                                 f"--objective.kind={kind}", "--optim.name=muon",
-                                 "--optim.clip_norm=0.1",
+        rank_helpers.run(ranks, [*options_of(run_file, ds), f"--objective.kind={kind}",
+                                 "--optim.name=muon", "--optim.clip_norm=0.1",
                                  f"--out_dir={tmp_path / name.split('+')[0]}", *options],
                          tmp_path / f"{name}.log")
         return SavedState(newest(tmp_path / name.split("+")[0]))

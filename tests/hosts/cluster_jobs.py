@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fake_hosts
 import pytest
-from launching import ROOT
+from launching import ROOT, options_of
 
 STEPS = 5
 PYTHON_DIRECTORY = Path(sys.executable).parent
@@ -22,8 +22,7 @@ def needs(tool: str, package: str):
 
 
 def arguments(work: Path, name: str) -> list[str]:
-    return ["--config", str(work / "run.toml"), "--deepspeed_config", str(work / "ds.json"),
-            f"--out_dir={work / name}"]
+    return [*options_of(work / "run.toml", work / "ds.json"), f"--out_dir={work / name}"]
 
 
 def run(hosts, work: Path, command: list[str], name: str, directory: Path | None = None,

@@ -3,7 +3,7 @@
 import pytest
 import rank_helpers
 import torch
-from launching import deepspeed_json, make_run
+from launching import deepspeed_json, make_run, options_of
 
 from deberta_ds.checkpoint.find import load_whole_state
 from deberta_ds.release.convert import convert
@@ -19,8 +19,7 @@ def start(root, name, init, **changes):
     text = run.read_text().replace('preset = "tiny"\nnum_layers = 2\nvocab_size = 640\n', "")
     run.write_text(text.replace("[objective]", f"[init]\n{init}\n[objective]"))
     ds = deepspeed_json(root / "zero3.json", 3)
-    text = rank_helpers.run(2, ["--config", str(run), "--deepspeed_config", str(ds)],
-                            root / f"{name}.log")
+    text = rank_helpers.run(2, options_of(run, ds), root / f"{name}.log")
     return load_whole_state(root / name / "out")[0], text
 
 
@@ -32,7 +31,7 @@ def test_runs_start_from_checkpoint_and_from_its_export(tmp_path):
     run = make_run(tmp_path / "first", steps="2", warmup_steps="0", save_every="2", eval_every="2",
                    two_layers=True)
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
-    rank_helpers.run(1, ["--config", str(run), "--deepspeed_config", str(ds)], tmp_path / "log")
+    rank_helpers.run(1, options_of(run, ds), tmp_path / "log")
     before, _ = load_whole_state(tmp_path / "first/out")
     summary = convert(tmp_path / "first/out", tmp_path / "hf", "hf")
     assert any("AutoModel -> DebertaV2Model: no missing" in line for line in summary.checks)

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import rank_helpers
 from data_helpers import tokenizer_path
-from launching import deepspeed_json, make_run
+from launching import deepspeed_json, make_run, options_of
 
 
 def start(tmp_path, arguments: list[list[str]], script=rank_helpers.PRETRAIN
@@ -20,7 +20,7 @@ def start(tmp_path, arguments: list[list[str]], script=rank_helpers.PRETRAIN
 def test_a_rank_with_another_value_is_named_before_the_first_step(tmp_path, check):
     """Half of a ZeRO-1 model was trained at a learning rate of its own, with exit code 0."""
     run, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
-    common = ["--config", str(run), "--deepspeed_config", str(ds), *check]
+    common = [*options_of(run, ds), *check]
     codes, text = start(tmp_path, [common, [*common, "--optim.learning_rate=2e-3"]])
     assert codes == [2, 2] and "loss" not in text, text
     assert "optim.learning_rate = 0.002, on rank 0 0.001" in text and "rank 1 on " in text
@@ -34,8 +34,8 @@ def test_a_node_with_a_stale_copy_of_the_corpus_is_named(tmp_path):
         run = make_run(tmp_path / name)
         run.write_text(run.read_text().replace(f"{run.parent}/out", f"{tmp_path}/out")
                        .replace(str(run.parent), "."))
-        arguments.append([str(run.parent), "--config", "run.toml", "--deepspeed_config",
-                          str(deepspeed_json(tmp_path / "ds.json", 0))])
+        arguments.append([str(run.parent), *options_of(
+            "run.toml", deepspeed_json(tmp_path / "ds.json", 0))])
     shutil.rmtree(tmp_path / "b/train")
     shutil.copytree(tmp_path / "b/heldout", tmp_path / "b/train")
     elsewhere = tmp_path / "elsewhere.py"
@@ -64,7 +64,7 @@ def test_a_kernel_that_fails_on_one_node_ends_the_run_on_all(tmp_path):
     """One node went on with slower operators, all others waited for it, and --check passed."""
     pytest.importorskip("triton")
     run, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
-    common = ["--config", str(run), "--deepspeed_config", str(ds), "--check"]
+    common = [*options_of(run, ds), "--check"]
     script = rank_helpers.PRETRAIN.parents[1] / "tests/workers/pretrain_checked.py"
     codes, text = start(tmp_path, [[how, str(tmp_path), *common] for how in ("passes", "dies")],
                         script)

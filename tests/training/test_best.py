@@ -5,7 +5,7 @@ import os
 
 import pytest
 import rank_helpers
-from launching import deepspeed_json, make_run
+from launching import deepspeed_json, make_run, options_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint.find import list_finished, newest, step_of
@@ -25,8 +25,8 @@ def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
     """At a learning rate that ruins the model; two ranks, one checkpoint kept besides the best."""
     run_file = make_run(tmp_path, learning_rate="1.0", warmup_steps="0", steps="120",
                         eval_every="2", save_every="3", keep="1")
-    command = ["--config", str(run_file), "--deepspeed_config",
-               str(deepspeed_json(tmp_path / "ds.json", 1)), "--train.best_metric=generator_loss"]
+    command = [*options_of(run_file, deepspeed_json(tmp_path / "ds.json", 1)),
+               "--train.best_metric=generator_loss"]
     out = tmp_path / "out"
     text = rank_helpers.run(2, [*command, "--train.patience=3"], tmp_path / "first.log")
     scores = evaluations(out)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from data_helpers import make_corpus, tiny_tokenizer
-from launching import ROOT, deepspeed_json, make_run
+from launching import ROOT, deepspeed_json, make_run, options_of
 from rank_helpers import PRETRAIN, start, wait
 
 from deberta_ds.config import run_config
@@ -17,6 +17,11 @@ from deberta_ds.training import setup
 
 pytestmark = [pytest.mark.multi]
 CHECK_NAN = ROOT / "tests/workers/check_nan.py"
+
+
+def command_of(root: Path) -> list[str]:
+    """Write a run under `root`; return the arguments that name it."""
+    return options_of(make_run(root), deepspeed_json(root / "ds.json", 1))
 
 
 def run_badly(arguments: list[str], log: Path, script: Path = PRETRAIN) -> str:
@@ -35,10 +40,8 @@ def test_a_check_fails_on_a_loss_that_is_not_finite(tmp_path):
 
 
 def test_rows_without_a_target_are_called_so(tmp_path):
-    run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
-    tokenizer = tiny_tokenizer()
+    command, tokenizer = command_of(tmp_path), tiny_tokenizer()
     make_corpus(tmp_path / "unknown", [[tokenizer.unk_id] * 40] * 60, tokenizer)
-    command = ["--config", str(run_file), "--deepspeed_config", str(ds)]
     source = f'--data.sources=[{{path = "{tmp_path / "unknown"}"}}]'
     for extra in (["--check"], []):
         text = run_badly([*command, source, *extra], tmp_path / f"log{len(extra)}")
@@ -52,8 +55,7 @@ def test_rows_without_a_target_are_called_so(tmp_path):
 
 
 def test_a_check_refuses_what_a_start_would(tmp_path):
-    run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
-    command = ["--config", str(run_file), "--deepspeed_config", str(ds)]
+    command = command_of(tmp_path)
     (tmp_path / "file").write_text("")
     text = run_badly([*command, "--check", f"--out_dir={tmp_path / 'file' / 'out'}"],
                      tmp_path / "file.log")
@@ -70,10 +72,8 @@ def test_a_check_refuses_what_a_start_would(tmp_path):
 
 
 def test_what_is_rarely_meant_is_said(tmp_path):
-    run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
-    arguments = ["--config", str(run_file), "--deepspeed_config", str(ds), "--check",
-                 "--model.vocab_size=4096", "--train.global_batch_size=4096",
-                 "--train.steps=5000",
+    arguments = [*command_of(tmp_path), "--check", "--model.vocab_size=4096",
+                 "--train.global_batch_size=4096", "--train.steps=5000",
                  f'--data.heldout={{own = "{tmp_path}/train", it = "{tmp_path}/heldout"}}']
     assert wait(start(1, arguments, tmp_path / "log")) == [0], (tmp_path / "log").read_text()
     text = (tmp_path / "log").read_text()
@@ -89,9 +89,7 @@ def test_what_is_rarely_meant_is_said(tmp_path):
 
 
 def test_kernels_are_named_by_check_at_the_start_and_in_the_runs_config(tmp_path):
-    run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
-    command = ["--config", str(run_file), "--deepspeed_config", str(ds),
-               "--model.attention=reference"]
+    command = [*command_of(tmp_path), "--model.attention=reference"]
     for extra in (["--check"], []):
         log = tmp_path / f"log{len(extra)}"
         assert wait(start(1, [*command, *extra], log)) == [0], log.read_text()

@@ -7,7 +7,7 @@ import pytest
 import rank_helpers
 import torch
 from data_helpers import make_corpus
-from launching import deepspeed_json, losses, make_run
+from launching import deepspeed_json, losses, make_run, options_of
 from tokenizer_cases import directory_of
 
 import deberta_ds
@@ -101,8 +101,8 @@ def test_two_ranks_go_on_from_the_moments_that_two_ranks_uploaded(tmp_path, proc
     ds = deepspeed_json(tmp_path / "zero3.json", 3)
 
     def on_two_ranks(name: str, *options: str) -> list[float]:
-        rank_helpers.run(2, ["--config", str(run_file), "--deepspeed_config", str(ds),
-                             f"--out_dir={tmp_path / name}", *options], tmp_path / f"{name}.log")
+        rank_helpers.run(2, [*options_of(run_file, ds), f"--out_dir={tmp_path / name}", *options],
+                         tmp_path / f"{name}.log")
         return list(losses(tmp_path / name).values())
 
     on_two_ranks("trunk", f"--train.upload={url}", "--train.keep=1")

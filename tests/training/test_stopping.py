@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import rank_helpers
-from launching import ROOT, deepspeed_json, make_run
+from launching import ROOT, deepspeed_json, make_run, options_of
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.cluster import dist, lock
@@ -33,7 +33,7 @@ def job(tmp_path):
     run_file = make_run(tmp_path, steps="2000", save_every="2000", eval_every="2000",
                         workers=str(DataConfig.workers))
     ds_file = deepspeed_json(tmp_path / "ds.json", 3)
-    return ["--config", str(run_file), "--deepspeed_config", str(ds_file)], tmp_path
+    return options_of(run_file, ds_file), tmp_path
 
 
 def start_and_reach(step: int, arguments: list[str], root: Path) -> list:
