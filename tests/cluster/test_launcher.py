@@ -12,14 +12,32 @@ from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.cluster import launcher
 from deberta_ds.cluster.launcher import check_environment, rank_variables
 
+SRUN = {"SLURM_JOB_ID": "71234", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "16", "SLURM_STEP_NODELIST": "gpu7,gpu9"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+          "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+          "PMIX_NAMESPACE": "1234500001"}
+TWO_HOSTS = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+         "MASTER_PORT": "0"}
 
-def test_torchrun_and_deepspeed_are_left_alone():
-    assert rank_variables({"RANK": "3", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}) == {}
 
-
-def test_no_launcher_is_one_rank():
-    found = rank_variables({})
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("0", "1", "0")
+@pytest.mark.parametrize("environ, found", [
+    ({"RANK": "3", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, {}), ({}, ALONE),
+    ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, ALONE),
+    (SRUN, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu7",
+            "MASTER_PORT": "31234"}),
+    (SRUN | {"MASTER_ADDR": "10.0.0.1"}, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
+                                          "MASTER_PORT": "31234"}),
+    (MPIRUN, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": "20001"}),
+    (TWO_HOSTS | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+     {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}),
+    (TWO_HOSTS, {"LOCAL_RANK": "0"})],  # MPI answers the rest
+    ids=["torchrun and deepspeed", "none", "a batch script without srun", "srun",
+         "srun with an address", "mpirun on one host", "on two", "on two without an address"])
+def test_what_a_launcher_has_not_said_itself(environ, found):
+    assert rank_variables(environ) == found
 
 
 def test_one_rank_by_hand_needs_no_address():
@@ -56,21 +74,6 @@ def test_variables_that_are_left_over_are_named(environ, missing):
         rank_variables(environ)
 
 
-def test_a_batch_script_without_srun_is_one_rank():
-    assert rank_variables({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0",
-                           "SLURM_NTASKS": "16"})["WORLD_SIZE"] == "1"
-
-
-SRUN = {"SLURM_JOB_ID": "71234", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
-        "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "16", "SLURM_STEP_NODELIST": "gpu7,gpu9"}
-
-
-def test_srun():
-    assert rank_variables(SRUN) == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
-                                    "MASTER_ADDR": "gpu7", "MASTER_PORT": "31234"}
-    assert "MASTER_ADDR" not in rank_variables(SRUN | {"MASTER_ADDR": "10.0.0.1"})
-
-
 def test_srun_with_a_list_of_hosts(monkeypatch, tmp_path):
     fake = tmp_path / "scontrol"
     fake.write_text("#!/bin/sh\necho gpu03\necho gpu04\n")
@@ -81,16 +84,6 @@ def test_srun_with_a_list_of_hosts(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="set MASTER_ADDR"):
         rank_variables(environ)
-
-
-MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
-          "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-          "PMIX_NAMESPACE": "1234500001"}
-
-
-def test_mpirun_on_one_host_needs_no_mpi():
-    assert rank_variables(MPIRUN) == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
-                                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"}
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs openmpi-bin")
@@ -146,14 +139,10 @@ def test_an_mpi4py_of_another_mpi_is_one_error(tmp_path, monkeypatch):
     assert "mpi4py cannot be used (libmpi.so.12: no such file); build one" in done.stderr
 
 
-def test_mpirun_on_two_hosts(monkeypatch):
-    two = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    given = rank_variables(two | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
-    assert given == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert rank_variables(two) == {"LOCAL_RANK": "0"}  # MPI answers the rest
+def test_mpirun_on_two_hosts_without_an_address_needs_mpi(monkeypatch):
     monkeypatch.setattr(launcher.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="mpi4py"):
-        rank_variables(two)
+        rank_variables(TWO_HOSTS)
 
 
 @pytest.mark.slow
