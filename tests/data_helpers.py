@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from deberta_ds.base.files import xxh3
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.readers import read_unit
@@ -206,6 +207,25 @@ def _check_segments(row: int, original, segments, positions, tokenizer: Tokenize
 def _check(row: int, holds: bool, invariant: str) -> None:
     if not holds:
         raise AssertionError(f"row {row}: {invariant}")
+
+
+def fake_checkpoint(path: Path, *, step: int | None = None, text: str = "", **record) -> Path:
+    """Make a directory that is whole by its manifest, of `step` instead of that of its name: a
+    run.json with `record`, and `text` for a layout and the tensors of one rank.
+    """
+    from deberta_ds.checkpoint import find
+
+    record = RUN_RECORD | {"step": find.step_of(path) if step is None else step} | record
+    contents = {find.RUN_FILE: json.dumps(record), find.LAYOUT_FILE: text, find.rank_file(0): text}
+    path.mkdir(parents=True)
+    for name, content in contents.items():
+        (path / name).write_text(content)
+    files = {name: {"bytes": (path / name).stat().st_size, "xxh3": xxh3(path / name)}
+             for name in contents}
+    (path / find.MANIFEST).write_text(json.dumps({
+        "version": find.VERSION, "world_size": record["world_size"], "step": record["step"],
+        "files": files}))
+    return path
 
 
 def flip_a_bit(path: Path) -> None:

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import thread_ranks
 import torch
-from data_helpers import RUN_RECORD
+from data_helpers import RUN_RECORD, fake_checkpoint
 from safetensors.torch import load_file
 from test_saving import engine_state  # noqa: F401
 
 from deberta_ds.base import files
-from deberta_ds.base.files import xxh3
 from deberta_ds.checkpoint import find, save
 from deberta_ds.checkpoint.find import CheckpointError
 from deberta_ds.checkpoint.run_record import RunRecord
@@ -113,21 +112,6 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_a_whole_one(tmp_path):
     save.point_best(unfinished)
     assert len(save.set_aside(tmp_path, 1)) == 1
     assert not (tmp_path / "best").is_symlink()  # it would point to nothing
-
-
-def fake_checkpoint(path, *, world_size: int = 1, step: int | None = None, **record):
-    """A directory that names the file of its first rank; of `step` in its manifest."""
-    path.mkdir(parents=True)
-    (path / find.RUN_FILE).write_text(json.dumps({"world_size": world_size} | record))
-    for name in (find.LAYOUT_FILE, rank_file(0)):
-        (path / name).write_text("")
-    names = (find.RUN_FILE, find.LAYOUT_FILE, rank_file(0))
-    files = {name: {"bytes": (path / name).stat().st_size, "xxh3": xxh3(path / name)}
-             for name in names}
-    (path / find.MANIFEST).write_text(json.dumps({
-        "version": find.VERSION, "world_size": world_size, "files": files,
-        "step": find.step_of(path) if step is None else step}))
-    return path
 
 
 def test_a_manifest_names_every_rank_and_is_of_its_own_step(tmp_path):

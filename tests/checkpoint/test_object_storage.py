@@ -17,7 +17,7 @@ import fsspec
 import pytest
 import torch
 import xxhash
-from data_helpers import RUN_RECORD
+from data_helpers import fake_checkpoint
 from fsspec.implementations.local import LocalFileSystem
 from launching import make_run
 from s3_server import s3_bucket
@@ -25,7 +25,7 @@ from s3_server import s3_bucket
 import deberta_ds
 from deberta_ds.base.command_line import local_path
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import cache_directory, temporary_directory, xxh3
+from deberta_ds.base.files import cache_directory, temporary_directory
 from deberta_ds.checkpoint import download, find
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.save import prune
@@ -34,8 +34,6 @@ from deberta_ds.config import run_config
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.data import remote
 from deberta_ds.training.saver import Saver
-
-FILES = ("run.json", "layout.json", "rank-00000.safetensors")
 
 
 class Shop(LocalFileSystem):
@@ -71,23 +69,18 @@ def shop(tmp_path, monkeypatch):
 
 
 def make_checkpoint(out: Path, step: int, best: int | None = None, text: str = "") -> Path:
-    path = find.path_of(out, step)
-    path.mkdir(parents=True)
-    record = RUN_RECORD | {"step": step, "best": {"value": best and 0.5, "step": best}}
-    for name in FILES:
-        (path / name).write_text(json.dumps(record) if name == "run.json" else f"{step}{text}")
-    files = {name: {"bytes": (path / name).stat().st_size, "xxh3": xxh3(path / name)}
-             for name in FILES}
-    (path / "manifest.json").write_text(json.dumps(
-        {"version": find.VERSION, "step": step, "world_size": 1, "files": files}))
-    return path
+    return fake_checkpoint(find.path_of(out, step), text=f"{step}{text}",
+                           best={"value": best and 0.5, "step": best})
+
+
+def config(url: str, **train) -> TrainConfig:
+    return TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, upload=url, **train)
 
 
 def one_round(out: Path, url: str, **train) -> list[str]:
     """Return what a round of uploads says."""
     said: list[str] = []
-    uploads = Uploads(out, TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1,
-                                       upload=url, **train), said.append)
+    uploads = Uploads(out, config(url, **train), said.append)
     uploads.begin()
     while uploads.is_running():
         time.sleep(0.001)
@@ -146,8 +139,7 @@ def test_the_newest_is_copied_first_and_manifests_are_deleted_first(tmp_path, sh
     assert done.index(("rm_file", "20/manifest.json")) < done.index(
         ("pipe_file", "20/layout.json"))
     assert done[-2:] == [("rm_file", "10/manifest.json"), ("rm", "10")]
-    uploads = Uploads(out, TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, keep=2,
-                                       upload=f"shop://{store}"), print)
+    uploads = Uploads(out, config(f"shop://{store}", keep=2), print)
     with open(store / "checkpoints/step-00000030/run.json", "a") as longer:
         longer.write(" ")
     (store / "checkpoints/step-00000030/manifest.json").unlink()
@@ -207,8 +199,7 @@ def test_kill_9_in_an_upload_leaves_nothing_that_is_taken_for_whole(tmp_path, sh
 
 def test_what_is_uploaded_is_not_deleted_meanwhile(tmp_path, shop):
     """With keep = 1 and a slow upload none would ever be there."""
-    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, keep=1, keep_every=10,
-                        upload=f"shop://{tmp_path}/store")
+    train = config(f"shop://{tmp_path}/store", keep=1, keep_every=10)
     saver = Saver(SimpleNamespace(module=torch.nn.Linear(1, 1)), tmp_path, train, {}, print)
     saver.uploads._round.result()  # that of the start, which says what is current until it ends
     for step in (10, 15, 16, 17):
@@ -221,8 +212,7 @@ def test_what_is_uploaded_is_not_deleted_meanwhile(tmp_path, shop):
 
 def test_a_checkpoint_is_the_current_one_while_it_is_copied(tmp_path, shop, monkeypatch):
     out, seen = tmp_path / "out", []
-    uploads = Uploads(out, TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, keep=2,
-                                       upload=f"shop://{tmp_path}/store"), print)
+    uploads = Uploads(out, config(f"shop://{tmp_path}/store", keep=2), print)
     monkeypatch.setattr(uploads, "_copy", lambda path: seen.append((path, uploads.current)))
     paths = [make_checkpoint(out, step) for step in (10, 20)]
     uploads._attempt()
