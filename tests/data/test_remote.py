@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -169,19 +170,13 @@ def test_a_bounded_cache_stays_small_and_gives_the_same_rows(corpus, url, tmp_pa
 
 def test_ranks_of_a_host_share_the_cache_at_the_same_time(corpus, url, tmp_path):
     local = Corpus(corpus, seq_len=64)
-    results = []
-
     ranks = [Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache"))) for _ in range(4)]
 
-    def read(number):
-        results.append(same_rows(local, ranks[number], range(number, local.num_rows, 5)))
+    def reads_the_same(number: int) -> bool:
+        return same_rows(local, ranks[number], range(number, local.num_rows, 5))
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 4
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(reads_the_same, range(4)))
 
 
 def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
