@@ -49,7 +49,6 @@ class Save:
     """A checkpoint between `begin_save` and `finish_save`."""
 
     path: Path
-    step: int
     keep: int
     is_best: bool = False  # OUT/best will point to it
     is_spared: Callable[[Path], bool] = lambda path: False  # never deleted, whatever `keep`
@@ -90,7 +89,7 @@ def begin_save(engine, out_dir: str | Path, record: Any, keep: int,
     to it. All but the newest `keep` checkpoints, the best one and those that `is_spared` names on
     rank 0 will be deleted. An optimizer on NVMe is always written in the foreground.
     """
-    one = Save(find.path_of(out_dir, record.step), record.step, keep, is_best, is_spared)
+    one = Save(find.path_of(out_dir, record.step), keep, is_best, is_spared)
     if dist.is_main():
         one.attempt(lambda: _empty(one.path))
     one.problem = dist.broadcast_object(one.problem)
@@ -166,8 +165,8 @@ def _write_my_files(one: Save, described: list, tensors, small: dict[str, str | 
 def _write_manifest(one: Save, parts: list[dict[str, dict]]) -> None:
     files = {name: entry for part in parts for name, entry in sorted(part.items())}
     assert {rank_file(rank) for rank in range(dist.world_size())} <= files.keys()
-    manifest = {"version": find.VERSION, "step": one.step, "world_size": dist.world_size(),
-                "files": files}
+    manifest = {"version": find.VERSION, "step": find.step_of(one.path),
+                "world_size": dist.world_size(), "files": files}
     sync_directory(one.path)
     write_atomic(one.path / find.MANIFEST, json.dumps(manifest, indent=1) + "\n")
     sync_directory(one.path.parent)

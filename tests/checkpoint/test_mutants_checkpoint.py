@@ -42,7 +42,7 @@ def test_the_manifest_is_written_when_all_else_is_on_the_disk(
     manifest = max(n for n, name in enumerate(done) if find.MANIFEST in name)
     assert f"/{rank_file(0)}" in done[:manifest] and done[-1] == "checkpoints"
     done.clear()
-    one = save.Save(path, 5, 3)
+    one = save.Save(path, 3)
     save._write_manifest(one, [{rank_file(0): {}}])
     before, temporary, *after = done
     assert before == "" and find.MANIFEST in temporary and after == ["", "checkpoints"]

@@ -172,7 +172,7 @@ def operations_of_last_rank(path, world_size: int, monkeypatch) -> list[str]:
         patch.setattr(dist, "is_main", lambda: False)
         patch.setattr(os, "stat", watched_stat)
         size = replicated(SHAPES, world_size).groups[0].size
-        one, WATCHED = save.Save(path, 2, keep=1), []
+        one, WATCHED = save.Save(path, keep=1), []
         one.attempt(lambda: save._write_my_files(
             one, [("0.fp32", torch.float32, size)], [("0.fp32", torch.zeros(size))], {}))
         done, WATCHED = WATCHED, None
@@ -314,7 +314,7 @@ def test_a_write_that_fails_in_the_background_is_one_error(tmp_path, monkeypatch
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(save, "write_stream", fail)
-    one = save.Save(find.path_of(tmp_path, 5), 5, 3)
+    one = save.Save(find.path_of(tmp_path, 5), 3)
     one.path.mkdir(parents=True)
     one.thread = threading.Thread(target=lambda: one.attempt(
         lambda: save._write_my_files(one, [], [], {})))
