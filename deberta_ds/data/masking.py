@@ -184,10 +184,8 @@ def _ngram_cumulative(max_ngram: int) -> np.ndarray:
 
 def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the positions of all tokens of the given spans, in order."""
-    if not len(starts):
-        return np.zeros(0, dtype=np.int64)
-    after = lengths.cumsum()
-    return (starts - after + lengths).repeat(lengths) + np.arange(int(after[-1]))
+    shift = (starts - lengths.cumsum() + lengths).repeat(lengths)
+    return shift + np.arange(len(shift))
 
 
 def _deberta_window(ids: np.ndarray, begins_L: np.ndarray, special_L: np.ndarray,

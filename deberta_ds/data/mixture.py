@@ -98,9 +98,8 @@ def temperature_weights(sizes: list[float], temperature: float) -> list[float]:
     """
     if not temperature > 0 or not sizes or min(sizes) <= 0:
         raise UserError("temperature and every size must be positive")
-    raised = np.asarray(sizes, dtype=np.float64) / max(sizes)
-    raised = raised ** (1.0 / temperature)
-    return [float(share) for share in raised / raised.sum()]
+    raised = (np.asarray(sizes, dtype=np.float64) / max(sizes)) ** (1.0 / temperature)
+    return (raised / raised.sum()).tolist()
 
 
 # A keyed bijection of range(n) in O(1) memory: the order in which rows are visited.

@@ -114,12 +114,9 @@ class Replacements:
         mask, ids, ends = files
         is_replaced_L = np.unpackbits(mask.items(row, row + 1), count=len(ids_L)).astype(bool)
         end = int(ends.items(row, row + 1)[0])
-        found = ids.items(end - int(is_replaced_L.sum()), end)
-        labels_L = np.full(len(ids_L), IGNORE, dtype=np.int64)
-        labels_L[is_replaced_L] = ids_L[is_replaced_L]
         output_L = ids_L.copy()
-        output_L[is_replaced_L] = found
-        return output_L, labels_L
+        output_L[is_replaced_L] = ids.items(end - int(is_replaced_L.sum()), end)
+        return output_L, np.where(is_replaced_L, ids_L, IGNORE)
 
 
 class _Stored(NamedTuple):
