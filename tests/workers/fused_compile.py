@@ -117,13 +117,17 @@ def _run(tool: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def faults(line: dict, architecture: int) -> list[str]:
-    """Return what is wrong with a kernel."""
-    found = []
-    if line["spills"] or line["stack"]:
-        found.append("spills registers")
+def overruns(line: dict, architecture: int) -> list[str]:
+    """Return what of a kernel does not fit into a processor."""
+    found = ["spills registers"] if line["spills"] or line["stack"] else []
     if line["shared"] > LIMITS[architecture]:
         found.append("more shared memory than there is")
+    return found
+
+
+def faults(line: dict, architecture: int) -> list[str]:
+    """Return what is wrong with a kernel."""
+    found = overruns(line, architecture)
     if not line["hgmma" if architecture == 90 else "tensor_core"]:
         found.append("no product on the tensor cores")
     if line["two_byte_loads"] and line["kernel"] in FLASH and not line["gathered"]:

@@ -8,7 +8,8 @@ import argparse
 import json
 import sys
 
-from fused_compile import LIMITS, inspect_machine_code
+import triton
+from fused_compile import LIMITS, inspect_machine_code, overruns
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -59,8 +60,6 @@ def compile_kernel(name: str, architecture: int):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", architecture, 32)
-    import triton
-
     return triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
 
 
@@ -74,11 +73,7 @@ def main() -> None:
         compiled = compile_kernel(name, options.architecture)
         line = {"kernel": name, "shared": compiled.metadata.shared}
         line |= inspect_machine_code(compiled.asm["cubin"])
-        line["faults"] = []
-        if line["spills"] or line["stack"]:
-            line["faults"].append("spills registers")
-        if line["shared"] > LIMITS[options.architecture]:
-            line["faults"].append("more shared memory than there is")
+        line["faults"] = overruns(line, options.architecture)
         if KERNELS[name][4] and not line["tensor_core"]:
             line["faults"].append("no product on the tensor cores")
         if line["two_byte_stores"] > 2:  # a bias gradient is one element a thread
