@@ -13,7 +13,6 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ class Tracker:
 
 
 Open = Callable[[Path, int | None], Tracker]
+_SILENT = Tracker(lambda record: None, lambda: None)
 
 
 def numbers(record: dict[str, Any]) -> dict[str, float]:
@@ -117,22 +117,20 @@ def _config(out_dir: Path) -> dict[str, Any]:
 def _forgiving(name: str, begin: Open) -> Open:
     """Return `begin` whose failures, of whatever kind, are said once and end only the tracking."""
     def guarded_begin(out_dir: Path, purge_step: int | None) -> Tracker:
-        found: list[Tracker] = []  # emptied by the first failure
+        tracker = _SILENT
 
-        def attempt(act: Callable, *arguments) -> None:
+        def attempt(act: Callable, *arguments) -> Any:
+            nonlocal tracker
             try:
-                act(*arguments)
+                return act(*arguments)
             except Exception as error:  # services fail in many ways, and none is the run's affair
-                found.clear()
+                tracker = _SILENT
                 logging.getLogger("deberta_ds").warning(
                     "WARNING: %s gets nothing more of this run: %s", name, first_line(error))
 
-        def each(act: str, *arguments) -> None:
-            for tracker in found[:]:
-                attempt(getattr(tracker, act), *arguments)
-
-        attempt(lambda: found.append(begin(out_dir, purge_step)))
-        return Tracker(partial(each, "write"), partial(each, "close"))
+        tracker = attempt(begin, out_dir, purge_step) or _SILENT
+        return Tracker(lambda record: attempt(tracker.write, record),
+                       lambda: attempt(tracker.close))
 
     return guarded_begin
 
