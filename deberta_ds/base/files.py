@@ -100,15 +100,15 @@ def cache_directory(path: str | Path) -> Path:
 
     Else, as for the user without a name of a container, it is this user's temporary directory.
     """
-    try:
-        found = Path(path).expanduser()
-        if found != Path(path):
-            found.mkdir(parents=True, exist_ok=True)
-        if found == Path(path) or os.access(found, os.W_OK):
+    path = Path(path)
+    with suppress(RuntimeError, OSError):  # no home directory, or one that cannot be written
+        found = path.expanduser()
+        if found == path:
+            return path
+        found.mkdir(parents=True, exist_ok=True)
+        if os.access(found, os.W_OK):
             return found
-    except (RuntimeError, OSError):  # no home directory, or one that cannot be written
-        pass
-    return temporary_directory() / Path(path).name
+    return temporary_directory() / path.name
 
 
 def temporary_directory() -> Path:

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -252,15 +252,13 @@ def source() -> dict[str, str]:
                               capture_output=True, timeout=20, check=True)
         return done.stdout.strip()
 
-    try:
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
         package = Path(__file__).resolve().parents[1].relative_to(git("rev-parse",
                                                                       "--show-toplevel"))
         if git("ls-files", f":/{package}/__init__.py"):  # else somebody else's repository
             changed = git("status", "--porcelain", "--untracked-files=no")
             return {"commit": git("rev-parse", "HEAD") + ("+" if changed else ""),
                     "branch": git("branch", "--show-current")}
-    except (OSError, ValueError, subprocess.SubprocessError):
-        pass
     return {"commit": "", "branch": ""}
 
 

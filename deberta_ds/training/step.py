@@ -69,7 +69,7 @@ PRETRAINING = Training(
     'train.on_spike = "skip" or "rollback", or look at those sequences with data_prep/show.py')
 
 
-def describe_losses(batches: list, totals: Sums, name: Callable = PRETRAINING.name) -> str:
+def describe_losses(batches: list, totals: Sums, name: Callable) -> str:
     """Return each rank's rows and the sum of each net's losses, or the bad ones if any; collective.
 
     `totals` are this rank's sums by name.
