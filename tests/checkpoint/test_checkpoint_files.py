@@ -221,27 +221,27 @@ def test_a_manifest_that_does_not_name_every_file_is_not_whole(run_dir):
     """Without the file of one rank, or without any; with a file on disk that it does not name."""
     path = path_of(run_dir, 6)
     manifest = json.loads((path / "manifest.json").read_text())
+
+    def found_with(**changes) -> find.Found:
+        (path / "manifest.json").write_text(json.dumps(manifest | changes))
+        return find.find(run_dir, "auto")
+
     for left_out in (["rank-00001.safetensors"], ["run.json"], list(manifest["files"])):
-        files = {name: entry for name, entry in manifest["files"].items() if name not in left_out}
-        (path / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
-        found = find.find(run_dir, "auto")
+        found = found_with(files={name: entry for name, entry in manifest["files"].items()
+                                  if name not in left_out})
         assert found.path == path_of(run_dir, 4)
         assert all(f"does not name {name}" in found.skipped[0] for name in left_out)
     (path / "rank-00001.safetensors").unlink()
     few = {name: entry for name, entry in manifest["files"].items() if "rank-00001" not in name}
-    (path / "manifest.json").write_text(json.dumps(manifest | {"files": few}))
-    assert "does not name rank-00001" in find.find(run_dir, "auto").skipped[0]
+    assert "does not name rank-00001" in found_with(files=few).skipped[0]
     extra = path_of(run_dir, 4) / "rank-00002.safetensors"
     extra.write_bytes(b"")
     assert "does not name rank-00002" in find.find(run_dir, "auto").skipped[1]
     for ranks in (1, 0, 10**9):  # with the files of so many, one rank's may be lost unseen
-        (path / "manifest.json").write_text(json.dumps(manifest | {"world_size": ranks,
-                                                                   "files": few}))
-        assert f"is of {ranks} ranks, run.json of 2" in find.find(
-            run_dir, "auto").skipped[0]
+        assert f"is of {ranks} ranks, run.json of 2" in found_with(
+            world_size=ranks, files=few).skipped[0]
     outside = manifest["files"] | {"../step-00000002/run.json": {"bytes": 1, "xxh3": ""}}
-    (path / "manifest.json").write_text(json.dumps(manifest | {"files": outside}))
-    assert "outside the directory" in find.find(run_dir, "auto").skipped[0]
+    assert "outside the directory" in found_with(files=outside).skipped[0]
 
 
 def test_keep_deletes_old_ones_and_remains_of_killed_saves(run_dir):
