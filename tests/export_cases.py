@@ -7,8 +7,9 @@ import torch
 from data_helpers import tokenizer_path
 from torch import nn
 
-from deberta_ds.config.run_config import RunConfig, from_dict
+from deberta_ds.config.run_config import InitConfig, RunConfig, from_dict
 from deberta_ds.objectives.build import build_model
+from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import release_of_state
 from deberta_ds.release.release import Network, Release
 
@@ -41,6 +42,11 @@ def run_config(family: str, kind: str = "rtd", **objective) -> RunConfig:
                       "data": {"sources": [{"path": "unused"}], "tokenizer": tokenizer_path()},
                       "optim": {"learning_rate": 1e-3},
                       "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1}})
+
+
+def started(run: RunConfig, source: Path, **init) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the first tensors of a run from `source`, and what is said of them."""
+    return initial_tensors(dataclasses.replace(run, init=InitConfig(source=str(source), **init)))
 
 
 def make_release(family: str, kind: str = "rtd", **objective) -> Release:

@@ -106,13 +106,14 @@ def test_a_flipped_byte_of_a_held_out_corpus_is_found_when_all_is_verified(root,
         setup._open(run)
 
 
-def test_the_page_shows_each_corpus(tmp_path):
+def test_the_page_shows_each_corpus(root, tmp_path):
     records = report_cases.make_records()
     for record in records:
         if record["kind"] == "eval":
             record |= {f"{key}/{name}": value for name in ("de", "en")
                        for key, value in record.items() if key.startswith("generator")}
-    run = read_run(report_cases.make_run(tmp_path / "run", records, extras=False))
+    run = read_run(report_cases.make_run(tmp_path / "run", records, extras=False,
+                                         **run_config.to_dict(loaded(root))))
     assert [row[0].text for row in evaluation_by_corpus(run).rows] == ["de", "en"]
     plain = dataclasses.replace(run, evals=[{"kind": "eval", "step": 1, "roc_auc": 0.5}])
     assert evaluation_by_corpus(plain) is None

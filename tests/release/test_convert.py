@@ -12,14 +12,13 @@ import pytest
 import torch
 import transformers
 from convert_cases import MS_FILES, microsoft_directory, transformers_model
-from export_cases import FAMILIES, make_release, run_config, same_networks
+from export_cases import FAMILIES, make_release, run_config, same_networks, started
 from safetensors.torch import load_file
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.run_config import InitConfig, ModelConfig
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.release import configs, read_back
 from deberta_ds.release.convert import convert, microsoft_tensors, write_microsoft
-from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.release.reader import SIDE_FILE, read_release
@@ -116,9 +115,8 @@ def test_only_what_transformers_reads_otherwise_is_said_to_change(tmp_path, monk
         model.deberta.encoder.rel_embeddings.weight[0].neg_()
     model.save_pretrained(tmp_path / "hf")
     assert SAID in str(convert(tmp_path / "hf", tmp_path / "again", "hf").warnings)
-    run = dataclasses.replace(run_config("v3", "mlm"),
-                              init=InitConfig(source=str(tmp_path / "hf")))
-    assert any("WARNING" in note and SAID in note for note in initial_tensors(run)[1])
+    _, notes = started(run_config("v3", "mlm"), tmp_path / "hf")
+    assert any("WARNING" in note and SAID in note for note in notes)
 
 
 @pytest.mark.parametrize("family", ["v1", "v2", "v3", "mdeberta"])

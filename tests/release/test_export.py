@@ -16,12 +16,12 @@ from export_cases import (
     random_state,
     run_config,
     same_networks,
+    started,
     with_classifier,
 )
 from hugging_face_models import decoded_by_transformers
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.run_config import InitConfig
 from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_masked_lm
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.mlm import padded
@@ -29,7 +29,6 @@ from deberta_ds.release import configs, convert, names, read_back
 from deberta_ds.release.average import average
 from deberta_ds.release.convert import write_microsoft
 from deberta_ds.release.hf import write_hugging_face
-from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import release_of_state, write_ours
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.release.reader import read_release
@@ -178,9 +177,7 @@ def test_a_model_of_the_form_of_bert_is_written(tmp_path, to, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     write_ours(release, tmp_path / "ours")
     average([tmp_path / "ours", tmp_path / "out"])  # one shape
-    run = run_config("v3", "mlm")
-    run = dataclasses.replace(run, init=InitConfig(source=str(tmp_path / "out")))
-    assert initial_tensors(run)[0]
+    assert started(run_config("v3", "mlm"), tmp_path / "out")[0]
 
 
 def test_exported_encoder_loads_under_a_new_head(tmp_path):
@@ -274,10 +271,6 @@ def test_fill_mask_without_head_or_mask_is_refused(tmp_path):
 
 
 # ------------------------------------------------------------------------------- continued training
-
-def started(run, source, **init):
-    return initial_tensors(dataclasses.replace(run, init=InitConfig(source=str(source), **init)))
-
 
 def test_run_continues_from_its_own_export(tmp_path):
     run = run_config("v3")

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from export_cases import make_release, random_state, run_config
+from export_cases import make_release, random_state, run_config, started
 from launching import make_run
 
 from deberta_ds.base.errors import UserError
@@ -107,9 +107,8 @@ def test_what_is_said_of_layers_that_end_elsewhere_and_of_a_run_that_has_less(tm
     write_ours(release_of_state(random_state(build_model(run)), run), tmp_path)
 
     def start(init, **shape):
-        other = dataclasses.replace(run, model=dataclasses.replace(run.model, **shape),
-                                    init=InitConfig(source=str(tmp_path), **init))
-        return initial_tensors(other)[1]
+        other = dataclasses.replace(run, model=dataclasses.replace(run.model, **shape))
+        return started(other, tmp_path, **init)[1]
 
     notes = start({"layers": (0, 1)}, num_layers=2)
     assert sum("mask decoder, trained with layer 3, now applies layer 1" in note
