@@ -336,6 +336,12 @@ def test_source_of_another_shape_is_refused(tmp_path):
         started(run_config("v3"), tmp_path)
 
 
+def test_training_output_and_export_are_the_same_release(tmp_path):
+    release = make_release("mdeberta")
+    write_hugging_face(release, tmp_path)
+    same_networks(release, read_release(tmp_path))
+
+
 def test_a_position_term_without_a_place_in_the_format_is_refused():
     values = dataclasses.asdict(run_config("v3", "mlm").model) | {"position_terms": ("c2p", "p2p")}
     config = types.SimpleNamespace(**values)
