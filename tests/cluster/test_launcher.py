@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from data_helpers import run_main
 from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
@@ -120,6 +121,20 @@ def test_mpirun_returns_the_code_of_ranks_that_have_met_mpi(tmp_path, code):
         ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, program],
         capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == code and "improperly" not in done.stdout + done.stderr, done
+
+
+def test_minimal_pairs_are_shared_by_ranks_that_only_mpi_knows(monkeypatch):
+    """Each of them scored all pairs, and wrote the same files."""
+    def join():
+        raise UserError("joined")
+
+    for name in launcher.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setattr(launcher, "_need_mpi4py", lambda what: None)
+    monkeypatch.setattr("deberta_ds.engine.engine.init_distributed", join)
+    with pytest.raises(UserError, match="^joined$"):
+        run_main("launch/minimal_pairs.py", "--model", "none", "--data", "none")
 
 
 def test_an_mpi4py_of_another_mpi_is_one_error(tmp_path, monkeypatch):
