@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -80,9 +81,10 @@ def listed_at(url: str) -> tuple[Any, str, dict[str, dict]]:
     try:
         system, root = file_system(url)
         system.invalidate_cache()
-        return system, root, system.find(root, detail=True)
-    except FileNotFoundError:
-        return system, root, {}
+        found: dict[str, dict] = {}
+        with suppress(FileNotFoundError):
+            found = system.find(root, detail=True)
+        return system, root, found
     except UserError:
         raise
     except Exception as error:  # each file system has errors of its own
