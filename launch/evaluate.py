@@ -32,15 +32,14 @@ def main() -> None:
 
     from deberta_ds.checkpoint import find
     from deberta_ds.cluster.driver import count_gpus
-    from deberta_ds.evaluate.held_out import evaluate
+    from deberta_ds.evaluate.held_out import evaluate, score_discriminator
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.tokenizer import Tokenizer
     from deberta_ds.training.setup import held_out_sequences
 
     device = torch.device("cuda" if count_gpus() else "cpu")
     state, run = find.load_whole_state(options.run)
-    corpora = dict(zip(options.data, options.data, strict=True)) if options.data \
-        else run.data.heldout_corpora
+    corpora = {path: path for path in options.data or ()} or run.data.heldout_corpora
     if not corpora:
         raise UserError(f"{options.run}: the run has no data.heldout; name a packed corpus "
                         "with --data")
@@ -53,16 +52,13 @@ def main() -> None:
     rows = held_out_sequences(run, tokenizer, corpora, stored,
                               options.rows or run.train.eval_sequences)
     if options.generator:
-        from deberta_ds.evaluate.held_out import score_discriminator
-
         together = [row for found in rows.values() for row in found]
         scores = score_discriminator(options.run, options.generator, together)
-        print(json.dumps(scores, indent=1))
-        return
-    model = build_model(run, tokenizer.size)
-    model.load_state_dict(state)
-    scores = evaluate(model.to(device), objective_of(run), device, rows,
-                      run.train.micro_batch_size, run.evaluate.metrics)
+    else:
+        model = build_model(run, tokenizer.size)
+        model.load_state_dict(state)
+        scores = evaluate(model.to(device), objective_of(run), device, rows,
+                          run.train.micro_batch_size, run.evaluate.metrics)
     print(json.dumps(scores, indent=1))
 
 
