@@ -150,7 +150,7 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
         whole = readers.read_split(of, sweep.data, split, any_size=sweep.any_size, faults=faults)
         before = len(faults.errors)
         parts = [*readers.carve(whole, carved, _CARVE_SEED)] if carved else [whole]
-        if sweep.max_bad:
+        if sweep.max_bad and "gender_parity" not in of.metrics:  # of pairs, no line goes alone
             parts = [_that_fit(sweep, task, part, faults, encoded) for part in parts]
         said = whole.left_out if len(faults.errors) == before else faults.check(
             before + len(whole.examples), faults.fit(task, f"--{task.name}."))

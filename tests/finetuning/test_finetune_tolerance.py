@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import random
+import shutil
 
 import pytest
 import torch
-from superglue_helpers import predict, save_random, tiny_start
+from superglue_helpers import SAMPLE, predict, save_random, tiny_start
 from test_finetune_loop import plan
 from test_finetune_own import WORDS, rows_of, train, write_task
 
@@ -147,9 +148,20 @@ def test_a_diagnostic_set_is_encoded_as_the_task_whose_model_predicts_it(process
     encoded: dict = {}
     wanted = plan(tmp_path, ["RTE"], ("--RTE.max_length=30",), max_bad=99)
     _, _, tests, _ = sweep.read_task(wanted, wanted.tasks[0], encoded)
-    assert tests.keys() == {"RTE", "AX-b", "AX-g"}
-    assert max(len(row) for split in tests.values() for feature in encoded[id(split)]
-               for row in feature.sequences) == 30
+    rows = [row for feature in encoded[id(tests["AX-b"])] for row in feature.sequences]
+    assert max(map(len, rows)) == 30
+
+
+def test_no_line_of_a_pair_is_left_out_alone(process_group, tmp_path):
+    """Gender parity compares lines 2k and 2k + 1: an AssertionError after the training."""
+    shutil.copytree(SAMPLE, tmp_path / "data")
+    file = tmp_path / "data" / "AX-g" / "AX-g.jsonl"
+    first, *others = map(json.loads, file.read_text().splitlines())
+    write_rows(file, [first | {"premise": LONG}, *others])
+    wanted = plan(tmp_path / "out", ["RTE"], ("--RTE.truncation=second",), max_bad=99,
+                  data=str(tmp_path / "data"))
+    with pytest.raises(UserError, match="(?s)texts do not fit:.*AX-g.jsonl:1: .*--RTE.max_length="):
+        sweep.run_all(wanted)
 
 
 @pytest.mark.parametrize(("how", "room", "kept"), [
