@@ -167,7 +167,8 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
         train, val = read_parts(task, "val", CARVED_SHARE)
     else:
         val, train = read(task, "val"), read(task, "train")
-    tests, diagnostics = {}, {}
+    tests: dict[str, Split] = {}
+    diagnostics: dict[str, Split] = {}
     if task.name not in TASK_NAMES:
         for place, table in task.files.items():
             if sweep.predict_test and place.startswith("test"):
