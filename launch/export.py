@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--onnx", nargs="?", const="fp32", choices=("fp32", "int8"),
                         help="add ONNX files: fp32 (the default), or also int8; needs "
                              "pip install onnx onnxruntime")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="",
+                        help="round the weights to 32 or 16 bits (default: as the source has them)")
     parser.add_argument("--tokenizer", help="tokenizer, if the source has none")
     parser.add_argument("--license", default="", metavar="NAME",
                         help="as the Hub names it, such as apache-2.0")
@@ -49,9 +51,9 @@ def main() -> None:
     if arguments.push:
         check_repository(arguments.push)
     summary = export(arguments.run, arguments.out, tokenizer=arguments.tokenizer,
-                     onnx=arguments.onnx, repository=arguments.push or "",
-                     license=arguments.license, language=arguments.language,
-                     dataset=arguments.dataset)
+                     onnx=arguments.onnx, precision=arguments.precision,
+                     repository=arguments.push or "", license=arguments.license,
+                     language=arguments.language, dataset=arguments.dataset)
     for note in summary.notes:
         if not note.startswith(("main: kept", "generator: kept", "copied")):
             print(f"  {note}")

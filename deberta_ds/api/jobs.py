@@ -187,12 +187,14 @@ def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataF
 
 
 def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = None,
-           onnx: str | None = None, repository: str = "", license: str = "",
-           language: Sequence[str] = (), dataset: Sequence[str] = ()) -> Summary:
+           onnx: str | None = None, precision: str = "", repository: str = "",
+           license: str = "", language: Sequence[str] = (), dataset: Sequence[str] = ()
+           ) -> Summary:
     """Write a run, checkpoint or model as a Hugging Face directory with a model card; check it.
 
-    onnx: "fp32" or "int8" adds ONNX files. `repository` is its name on the Hub, for the card,
-    as are license ("apache-2.0"), language (["de"]) and dataset, a name for each corpus of the run.
+    onnx: "fp32" or "int8" adds ONNX files. precision: "fp32", "bf16" or "fp16" rounds the weights
+    to it (default: as the source has them). `repository` is its name on the Hub, for the card, as
+    are license ("apache-2.0"), language (["de"]) and dataset, a name for each corpus of the run.
     Returns notes, checks and warnings. UserError if it cannot be read, or a check fails.
 
     Examples:
@@ -201,7 +203,7 @@ def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = N
     """
     publisher = Publisher(license, language, dataset)
     check_publisher(run, publisher)
-    summary = convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx)
+    summary = convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx, precision=precision)
     out = Path(out)
     try:
         write_card(run, out, summary, repository, publisher)

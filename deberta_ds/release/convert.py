@@ -46,17 +46,21 @@ class Summary:
 
 
 def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Path | None = None,
-            onnx: str | None = None) -> Summary:
+            onnx: str | None = None, precision: str = "") -> Summary:
     """Write the model at `source` to directory `out` in format "hf", "ms" or "ours".
 
     `tokenizer` is the path of the model's tokenizer, where `source` has none; `onnx`, of "hf" only,
-    is "fp32" or "int8" for ONNX files as well.
+    is "fp32" or "int8" for ONNX files as well. `precision` ("fp32", "bf16", "fp16") is that of the
+    weights, by default the source's.
     UserError if the source cannot be read, and as `write_release`.
     """
     if onnx:
         require_onnx()  # before anything is read
     check_out(out, source)
-    return write_release(read_release(source, tokenizer), source, Path(out), to, onnx)
+    release = read_release(source, tokenizer)
+    if precision:
+        release.store_in(precision)
+    return write_release(release, source, Path(out), to, onnx)
 
 
 def write_release(release: Release, source: str | Path, out: Path, to: str, onnx: str | None = None

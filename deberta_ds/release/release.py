@@ -18,6 +18,7 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import Backbone, on_meta
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.model.precision import DTYPES
 from deberta_ds.release.names import OTHER_HEADS
 from deberta_ds.tokenizer import Tokenizer
 
@@ -58,6 +59,21 @@ class Release:
     def networks(self) -> dict[str, Network]:
         named = {"main": self.main}
         return named | ({"generator": self.generator} if self.generator else {})
+
+    def store_in(self, precision: str) -> None:
+        """Round all weights to "fp32", "bf16" or "fp16"; UserError for one that is too large."""
+        dtype = DTYPES[precision]
+        for name, network in self.networks().items():
+            if network.source_table is not None:
+                network.source_table = network.source_table.to(dtype)
+            for key, tensor in network.tensors.items():
+                if not tensor.is_floating_point():
+                    continue
+                network.tensors[key] = rounded = tensor.to(dtype)
+                if not torch.equal(rounded.isfinite(), tensor.isfinite()):
+                    raise UserError(f"{name} {key} has weights that {precision} cannot hold, up to "
+                                    f"{tensor.abs().max().item():.3g}; store it in bf16 or fp32")
+        derive_words(self)
 
 
 def check_network(network: Network, place: str, said: Callable[[str], str]) -> None:

@@ -135,6 +135,31 @@ def test_exported_model_agrees_beyond_the_reach_of_the_relative_table(
     same_networks(release, read_release(tmp_path / "ms"))
 
 
+@pytest.mark.parametrize("precision, dtype", [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_an_export_in_16_bits_holds_the_rounded_weights(tmp_path, precision, dtype):
+    write_ours(make_release("v3"), tmp_path / "ours")
+    convert.convert(tmp_path / "ours", tmp_path / "hf", "hf", precision=precision)
+    found, source = read_release(tmp_path / "hf"), read_release(tmp_path / "ours")
+    found.main.tensors["words.weight"] -= source.main.tensors.pop("words.weight").to(dtype)
+    assert found.main.tensors.pop("words.weight").abs().max() < 4e-3  # a sum of two rounded ones
+    for name, network in found.networks().items():
+        for key, tensor in network.tensors.items():
+            assert torch.equal(tensor, source.networks()[name].tensors[key].to(dtype)), key
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+    again = convert.convert(tmp_path / "hf", tmp_path / "again", "hf", precision=precision)
+    assert not any("beyond" in line for line in again.warnings)
+    same_networks(read_release(tmp_path / "hf"), read_release(tmp_path / "again"))
+
+
+def test_a_weight_that_fp16_cannot_hold_is_named(tmp_path):
+    release = make_release("v3", "mlm")
+    release.main.tensors["words.weight"][3, 5] = -7e4
+    with pytest.raises(UserError, match="main words.weight has weights that fp16 cannot hold, up to"
+                                        " 7e.04; store it in bf16 or fp32"):
+        release.store_in("fp16")
+
+
 @pytest.mark.parametrize("longest", [3, 64, 100, 129, 130])
 def test_more_buckets_than_distances_are_written_as_a_row_a_distance(
         tmp_path, longest, monkeypatch):
