@@ -201,7 +201,8 @@ def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = N
         >>> export(MODEL, OUT + "/exported").checks != ()
         True
     """
-    publisher = Publisher(license, language, dataset)
+    publisher = Publisher(license, *([value] if isinstance(value, str) else value
+                                     for value in (language, dataset)))
     check_publisher(run, publisher)
     summary = convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx, precision=precision)
     out = Path(out)

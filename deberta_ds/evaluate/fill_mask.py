@@ -50,10 +50,12 @@ def check_fills_masks(model: LoadedModel, path: str | Path) -> None:
 def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]]:
     """Return for each [MASK] of `text`, in order, the `top` most probable pieces.
 
-    Raises UserError if the text has no mask or is too long for the model.
+    Raises UserError if the text has no mask or is too long for the model, or for such a `top`.
     """
     assert model.tokenizer is not None and model.masked_lm is not None  # `load_masked_lm`
     tokenizer, (words, masked_lm) = model.tokenizer, model.masked_lm
+    if not 1 <= top <= tokenizer.size:
+        raise UserError(f"top = {top}: must be from 1 to the tokenizer's {tokenizer.size:,} ids")
     ids = encode_with_masks(tokenizer, text)
     limit = masked_lm.trunk.encoder.layers[0].attention.config.max_position
     if len(ids) > limit:
@@ -64,7 +66,7 @@ def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]
     logits_TV = masked_lm.head.logits(masked_lm.target_states(words, collate([row])), words)
     # Rows above the tokenizer's size were never inside a training softmax.
     probabilities_TV = logits_TV[:, : tokenizer.size].softmax(-1)
-    best = probabilities_TV.topk(min(top, tokenizer.size))
+    best = probabilities_TV.topk(top)
     return [[Filling(tokenizer.pieces([token])[0], tokenizer.readable([token])[0].strip() or "_",
                      token, probability)
              for token, probability in zip(tokens, values, strict=True)]

@@ -95,15 +95,19 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
     rows = [row for found in rows_of.values() for row in found]
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
-    if not total["targets"]:
-        raise UserError(f"the {len(rows)} held-out sequences have no masked token; "
-                        "raise objective.mask.rate or train.eval_sequences, or name another "
-                        "corpus as data.heldout")
+    _check_targets(total, rows)
     names = dict.fromkeys(name for _, per_token in parts for name in per_token)
     per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])
             for name in names}
     scores = objective.scores(total, per_token) | {"unigram_accuracy": unigram_accuracy(rows)}
     return scores | {short_name(value): _own_score(value, total, per_token) for value in metrics}
+
+
+def _check_targets(total: dict[str, float], rows: list[Row]) -> None:
+    if not total["targets"]:
+        raise UserError(f"the {len(rows)} held-out sequences have no masked token; "
+                        "raise objective.mask.rate or train.eval_sequences, or name another "
+                        "corpus as data.heldout")
 
 
 def _own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
@@ -199,5 +203,6 @@ def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict
         counted.add(batch, {"generator_loss": loss_sum, "generator_correct": correct,
                             **rtd.detection_sums(logits_BL, replaced_BL, real_BL)},
                     rtd.detection_per_token(logits_BL, replaced_BL, real_BL))
+    _check_targets(counted.totals, rows)
     return rtd.scores(counted.totals, {
         name: torch.cat(parts) for name, parts in counted.per_token.items()})

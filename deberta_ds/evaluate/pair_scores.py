@@ -84,7 +84,7 @@ def score_pairs(model: LoadedModel, pairs: list[MinimalPair], scoring: str = "wo
                                                       model.model_config.max_position)]
     text_of = dict(zip(encoded, texts, strict=True))
     numbers = {ids: number for number, ids in enumerate(text_of)}
-    place = np.array([numbers[ids] for ids in encoded]).reshape(-1, 2)  # of each pair's sentences
+    place = np.array([numbers[ids] for ids in encoded], int).reshape(-1, 2)  # of each sentence
     sentences = [list(ids) for ids in numbers]
     scores: dict[str, np.ndarray] = {}
     if model.masked_lm is not None:

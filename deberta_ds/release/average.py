@@ -38,6 +38,7 @@ def average(models: list[str | Path]) -> Release:
     first = read_release(models[0])
     sums = {name: {key: tensor.double() for key, tensor in network.tensors.items()}
             for name, network in first.networks().items()}
+    tables = {name: network.source_table for name, network in first.networks().items()}
     for network in first.networks().values():
         network.tensors = {}
     for place in models[1:]:
@@ -52,9 +53,13 @@ def average(models: list[str | Path]) -> Release:
         for name, network in other.networks().items():
             for key, tensor in network.tensors.items():
                 sums[name][key] += tensor
+            table, more = tables[name], network.source_table
+            tables[name] = None if table is None or more is None else table.double() + more
     for name, network in first.networks().items():
         network.tensors = {key: (total / len(models)).to(torch.float32)
                            for key, total in sums.pop(name).items()}
+        table = tables[name]  # from which transformers would compute the mean model
+        network.source_table = None if table is None else (table / len(models)).float()
     derive_words(first)  # the sum of the rounded means, as every reader forms it
     first.notes = [f"averaged: {place}" for place in models]
     return first

@@ -189,7 +189,8 @@ def push(directory: Path, repository: str, private: bool = False) -> str:
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, RuntimeError, ValueError) as error:
         # The library wraps what is said of a large file: RuntimeError, or ValueError of a batch.
         said = first_line(error.__cause__ or error)
+        options = " --private" * private + "".join(f" --exclude {name}" for name in PRIVATE_FILES)
         raise UserError(f"{repository}: the Hub did not take it ({said}); {directory} "
                         "is whole: log in with `hf auth login` and upload it with `hf upload "
-                        f"{repository} {directory}`") from error
+                        f"{repository} {directory}{options}`") from error
     return str(info.commit_url)

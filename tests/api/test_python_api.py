@@ -131,6 +131,17 @@ def test_mistakes_are_one_error(names):
         deberta_ds.pretrain  # noqa: B018
 
 
+def test_edges_of_what_is_given(names, tmp_path):
+    ours = deberta_ds.load(names["MODEL"])
+    for top in (-1, 0, 1 << 30):  # the last was cut to the tokenizer's ids in silence
+        with pytest.raises(UserError, match=f"top = {top}: must be from 1 to"):
+            ours.fill_mask("A [MASK] day.", top=top)
+    assert {scores.shape for scores in ours.score([]).values()} == {(0, 2)}
+    jobs.export(names["MODEL"], tmp_path / "out", language="de", dataset="me/web")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'language: ["de"]' in card and 'datasets: ["me/web"]' in card
+
+
 def test_the_package_is_imported_without_torch():
     code = "import sys, deberta_ds; sys.exit(bool({'torch', 'deepspeed'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

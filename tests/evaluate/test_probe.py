@@ -124,6 +124,12 @@ def test_rows_longer_than_a_model_s_positions_are_refused(model, rows):
         score_discriminator(model, model, longer)
 
 
+def test_rows_without_a_masked_token_are_refused(model, rows):
+    empty = [dataclasses.replace(row, labels=np.full_like(row.labels, -100)) for row in rows]
+    with pytest.raises(UserError, match="the 8 held-out sequences have no masked token"):
+        score_discriminator(model, model, empty)
+
+
 @pytest.mark.parametrize("line, message", [
     ('{"text": " ", "label": 1}', ":2: must have text"),
     ("{", ":2: not a JSON object"), ("3", ":2: must be a JSON object"),

@@ -11,8 +11,9 @@ from launching import ROOT, python
 from deberta_ds.base.errors import UserError
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.average import average, last_checkpoints
-from deberta_ds.release.convert import write_release
+from deberta_ds.release.convert import convert, write_release
 from deberta_ds.release.ours import release_of_state, write_ours
+from deberta_ds.release.read_back import changes_beyond_reach
 from deberta_ds.release.reader import read_release
 from deberta_ds.tokenizer.spm import model_proto
 
@@ -63,6 +64,16 @@ def test_it_is_written_as_any_model_is(tmp_path, to):
     summary = write_release(mean, "two models", tmp_path / "out", to)
     assert not summary.warnings and sum("averaged: " in note for note in summary.notes) == 2
     same_networks(read_release(tmp_path / "out"), mean)
+
+
+def test_the_mean_of_exports_is_the_same_function_in_transformers(tmp_path):
+    """The relative table of the first one's file was compared with the mean's, and warned of."""
+    places, _ = write_models(tmp_path, 2, kind="mlm")
+    for place in places:
+        convert(place, tmp_path / f"{place.name}-hf", "hf")
+    mean = average([tmp_path / f"{place.name}-hf" for place in places])
+    assert mean.main.source_table is not None and not changes_beyond_reach(mean)
+    assert average([tmp_path / f"{places[0].name}-hf", places[1]]).main.source_table is None
 
 
 def test_a_mean_does_not_take_the_place_of_one_of_its_models(tmp_path):

@@ -307,8 +307,10 @@ def test_push_uploads_every_file_in_one_commit(tmp_path, stand_in):
 def test_a_refused_push_says_what_to_do(tmp_path, stand_in):
     exported(tmp_path)
     stand_in.state["refuse"] = True
-    with pytest.raises(UserError, match="the Hub did not take it .*403.*hf auth login"):
-        hf.push(tmp_path / "out", "me/mine")
+    with pytest.raises(UserError, match="the Hub did not take it .*403.*hf auth login") as refused:
+        hf.push(tmp_path / "out", "me/mine", private=True)
+    # To the letter it made a public repository, with the paths of this machine in it.
+    assert str(refused.value).endswith("/out --private --exclude conversion.json`")
     assert stand_in.state["files"] == {}
     with pytest.raises(UserError, match="--push me/my/model"):
         hf.check_repository("me/my/model")
