@@ -34,6 +34,7 @@ def main() -> None:
     from deberta_ds.cluster.driver import count_gpus
     from deberta_ds.evaluate.held_out import evaluate, score_discriminator
     from deberta_ds.objectives.build import build_model, objective_of
+    from deberta_ds.release.reader import check_same, read_tokenizer
     from deberta_ds.tokenizer import Tokenizer
     from deberta_ds.training.setup import held_out_sequences
 
@@ -48,12 +49,15 @@ def main() -> None:
             corpora.keys():
         raise UserError(f"{options.run}: --data has no stored replacements, which this run is to "
                         "find; name a --generator to make them, or leave --data out")
-    tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
+    tokenizer = own = read_tokenizer(options.run)  # with the checkpoint, wherever it is moved
+    if options.tokenizer or own is None:
+        tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
+        if own is not None:
+            check_same(tokenizer, own, options.run)
     rows = held_out_sequences(run, tokenizer, corpora, stored,
                               options.rows or run.train.eval_sequences)
     if options.generator:
-        together = [row for found in rows.values() for row in found]
-        scores = score_discriminator(options.run, options.generator, together)
+        scores = score_discriminator(options.run, options.generator, rows)
     else:
         model = build_model(run, tokenizer.size)
         model.load_state_dict(state)

@@ -40,9 +40,7 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
     under ZeRO-3 every rank must take part in every forward. Raises UserError, on every rank, where
     no token is masked.
     """
-    batches = [(name, collate(found[start:start + micro_batch_size]))
-               for name, found in rows.items()
-               for start in range(0, len(found), micro_batch_size)]
+    batches = _batches(rows, micro_batch_size)
     turns = math.ceil(len(batches) / dist.world_size())
     normalizers = dict.fromkeys(("targets", "tokens"), torch.ones((), device=device))
     parts: dict[str, _Part] = {name: _Part() for name in rows}
@@ -57,6 +55,11 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
     gathered = dist.gather_to_main({name: part.as_arrays() for name, part in parts.items()})
     return dist.broadcast_object(dist.together(
         lambda: None if gathered is None else _scores(objective, gathered, rows, metrics)))
+
+
+def _batches(rows: dict[str, list[Row]], size: int) -> list[tuple[str, Batch]]:
+    return [(name, collate(found[start:start + size]))
+            for name, found in rows.items() for start in range(0, len(found), size)]
 
 
 @dataclass
@@ -95,19 +98,15 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
     rows = [row for found in rows_of.values() for row in found]
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
-    _check_targets(total, rows)
+    if not total["targets"]:
+        raise UserError(f"the {len(rows)} held-out sequences have no masked token; "
+                        "raise objective.mask.rate or train.eval_sequences, or name another "
+                        "corpus as data.heldout")
     names = dict.fromkeys(name for _, per_token in parts for name in per_token)
     per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])
             for name in names}
     scores = objective.scores(total, per_token) | {"unigram_accuracy": unigram_accuracy(rows)}
     return scores | {short_name(value): _own_score(value, total, per_token) for value in metrics}
-
-
-def _check_targets(total: dict[str, float], rows: list[Row]) -> None:
-    if not total["targets"]:
-        raise UserError(f"the {len(rows)} held-out sequences have no masked token; "
-                        "raise objective.mask.rate or train.eval_sequences, or name another "
-                        "corpus as data.heldout")
 
 
 def _own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
@@ -161,9 +160,10 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     return {"minimal_pairs": sum(means) / len(means)}
 
 
-def score_discriminator(discriminator: str | Path, generator: str | Path, rows: list[Row]
-                        ) -> dict[str, float]:
-    """Return the scores of `objectives.rtd` over `rows`, whose targets `generator` replaces.
+def score_discriminator(discriminator: str | Path, generator: str | Path,
+                        rows: dict[str, list[Row]]) -> dict[str, float]:
+    """Return the scores of `objectives.rtd` over `rows`, as `evaluate` has them, whose targets
+    `generator` replaces.
 
     A better generator sets its discriminator a harder task; one common frozen generator gives
     several discriminators the same task.
@@ -179,20 +179,20 @@ def score_discriminator(discriminator: str | Path, generator: str | Path, rows: 
             and judge.tokenizer.sha256 == writer.tokenizer.sha256):
         raise UserError(f"{generator}: its tokenizer is not that of {discriminator}, so its "
                         "replacements mean nothing to it")
-    longest = max(len(row.input_ids) for row in rows)
+    longest = max(len(row.input_ids) for found in rows.values() for row in found)
     judge.check_length(longest, discriminator)
     writer.check_length(longest, generator)
     return score_rows(judge, writer, rows)
 
 
 @torch.no_grad()
-def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict[str, float]:
+def score_rows(judge: LoadedModel, writer: LoadedModel, rows: dict[str, list[Row]]
+               ) -> dict[str, float]:
     """Return the scores of `judge` on `rows` with `writer`'s samples at their targets."""
     assert writer.masked_lm is not None and writer.tokenizer is not None
     assert judge.replaced_token_head is not None
-    counted = _Part()
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        batch = collate(rows[start:start + _ROWS_AT_ONCE])
+    parts: dict[str, _Part] = {name: _Part() for name in rows}
+    for name, batch in _batches(rows, _ROWS_AT_ONCE):
         loss_sum, correct, ids_BL = rtd.replace_targets(
             *writer.masked_lm, batch, seed=_SEED, temperature=1.0,
             valid_vocab=writer.tokenizer.size)
@@ -200,9 +200,7 @@ def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict
         replaced_BL, real_BL = ids_BL != original_BL, batch.segments > 0
         logits_BL = judge.replaced_token_head(
             judge.backbone(ids_BL, batch.segments, batch.positions), batch.positions)
-        counted.add(batch, {"generator_loss": loss_sum, "generator_correct": correct,
-                            **rtd.detection_sums(logits_BL, replaced_BL, real_BL)},
-                    rtd.detection_per_token(logits_BL, replaced_BL, real_BL))
-    _check_targets(counted.totals, rows)
-    return rtd.scores(counted.totals, {
-        name: torch.cat(parts) for name, parts in counted.per_token.items()})
+        parts[name].add(batch, {"generator_loss": loss_sum, "generator_correct": correct,
+                                **rtd.detection_sums(logits_BL, replaced_BL, real_BL)},
+                        rtd.detection_per_token(logits_BL, replaced_BL, real_BL))
+    return _scores(rtd, [{name: part.as_arrays() for name, part in parts.items()}], rows, ())

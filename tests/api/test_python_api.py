@@ -5,11 +5,12 @@ import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from data_helpers import tiny_tokenizer
+from data_helpers import run_main, tiny_tokenizer
 from launching import ROOT, make_run
 from transformers import AutoModel, AutoTokenizer
 
@@ -140,6 +141,20 @@ def test_edges_of_what_is_given(names, tmp_path):
     jobs.export(names["MODEL"], tmp_path / "out", language="de", dataset="me/web")
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'language: ["de"]' in card and 'datasets: ["me/web"]' in card
+
+
+def test_evaluate_takes_the_tokenizer_of_the_checkpoint(names):
+    """It asked for the run's own path, and with another one's ids ended in a traceback."""
+    root = Path(names["MODEL"]).parent / "first"
+    command = ("launch/evaluate.py", "--run", root / "out", "--rows", 2)
+    with pytest.raises(UserError, match="leave --tokenizer out"):
+        run_main(*command, "--tokenizer", ROOT / "tests/fixtures/tiny_run/spm.model")
+    (root / "spm.model").rename(root / "moved.model")
+    try:
+        assert json.loads(run_main(*command, "--tokenizer", root / "moved.model")) == json.loads(
+            run_main(*command))
+    finally:
+        (root / "moved.model").rename(root / "spm.model")
 
 
 def test_the_package_is_imported_without_torch():

@@ -41,8 +41,10 @@ def test_own_generator_gives_the_scores_of_the_run_itself(model, rows):
     run = export_cases.run_config("v3", "rtd")
     whole = build_model(run, tiny_tokenizer().size)
     whole.load_state_dict(export_cases.random_state(whole))
-    expected = evaluate(whole, rtd, torch.device("cpu"), {"": rows}, 4)
-    found = score_discriminator(model, model, rows)
+    corpora = {"one": rows[:5], "other": rows[5:]}
+    expected = evaluate(whole, rtd, torch.device("cpu"), corpora, 4)
+    found = score_discriminator(model, model, corpora)
+    assert found.keys() == expected.keys() and "roc_auc/other" in found
     assert run.data.seed == 0  # of the samples, in both
     for name, value in found.items():
         assert value == pytest.approx(expected[name], rel=1e-5), name
@@ -64,20 +66,21 @@ def test_a_discriminator_that_knows_the_answer_is_perfect_on_any_generator(model
 
     perfect = dataclasses.replace(judge, backbone=Oracle(),
                                   replaced_token_head=lambda states, positions: states[..., 0])
-    scores = score_rows(perfect, judge, rows)
+    scores = score_rows(perfect, judge, {"": rows})
     assert scores["roc_auc"] == 1.0 and scores["discriminator_accuracy"] == 1.0
 
 
 def test_models_without_the_heads_are_refused(model, rows, tmp_path):
     write_ours(export_cases.make_release("v3", "mlm"), tmp_path / "mlm")
     with pytest.raises(UserError, match="no discriminator's head"):
-        score_discriminator(tmp_path / "mlm", model, rows)
-    assert score_discriminator(model, tmp_path / "mlm", rows)["roc_auc"] > 0  # any masked LM writes
+        score_discriminator(tmp_path / "mlm", model, {"": rows})
+    # Any masked LM writes.
+    assert score_discriminator(model, tmp_path / "mlm", {"": rows})["roc_auc"] > 0
     release = export_cases.make_release("v3")
     release.generator = None
     write_ours(release, tmp_path / "alone")
     with pytest.raises(UserError, match="no masked LM"):
-        score_discriminator(model, tmp_path / "alone", rows)
+        score_discriminator(model, tmp_path / "alone", {"": rows})
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
@@ -121,13 +124,13 @@ def test_the_majority_of_equal_classes_is_the_first_by_name():
 def test_rows_longer_than_a_model_s_positions_are_refused(model, rows):
     longer = [dataclasses.replace(rows[0], input_ids=np.zeros(65, np.int64))]
     with pytest.raises(UserError, match="has 64 positions, but the rows have up to 65 tokens"):
-        score_discriminator(model, model, longer)
+        score_discriminator(model, model, {"": longer})
 
 
 def test_rows_without_a_masked_token_are_refused(model, rows):
     empty = [dataclasses.replace(row, labels=np.full_like(row.labels, -100)) for row in rows]
     with pytest.raises(UserError, match="the 8 held-out sequences have no masked token"):
-        score_discriminator(model, model, empty)
+        score_discriminator(model, model, {"": empty})
 
 
 @pytest.mark.parametrize("line, message", [
