@@ -32,6 +32,9 @@ _SAME_MEANING = {  # ours: theirs
 _REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
 # Keys whose other values would change what is computed: {key: our value, and its default}.
 _FIXED = {"type_vocab_size": 0, "hidden_act": "gelu", "conv_groups": 1, "talking_head": False}
+# Of what type others are, if not null: the text "false" would count as true.
+_TYPES = {"relative_attention": int, "share_att_key": int, "position_biased_input": int,
+          "id2label": dict, "label2id": dict, "architectures": list}
 _PARTLY_SAME = {  # ours: theirs, where the values differ
     "position_terms": "pos_att_type", "share_position_projections": "share_att_key",
     "relative_norm": "norm_rel_ebd", "absolute_input": "position_biased_input",
@@ -132,6 +135,10 @@ def _refuse_unsupported(values: dict, ours: dict, place: str) -> None:
     if values.get("quantization_config"):
         raise UserError(f"{place}: quantization_config: quantized weights are not read; give the "
                         "model as it was before")
+    for key, kind in _TYPES.items():
+        if values.get(key) is not None and not isinstance(values[key], kind):
+            form = {int: "true or false", dict: "an object", list: "a list"}[kind]
+            raise UserError(f"{place}: {key} = {values[key]!r} is not {form}")
     checks = dict(_FIXED)
     hidden, heads = ours["hidden_size"], ours["num_heads"]
     checks["embedding_size"] = hidden

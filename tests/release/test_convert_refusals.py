@@ -94,6 +94,9 @@ HOSTILE = {
     "text for buckets": (edit_config(position_buckets="many"), "position_buckets"),
     "an empty term of v1, which its scale counts": (
         edit_config(model_type="deberta", pos_att_type=["c2p", "none"]), "empty term"),
+    "text for true": (edit_config(share_att_key="false"), "share_att_key = 'false' is not true or"),
+    "labels not by number": (edit_config(id2label=["no", "yes"]), "is not an object"),
+    "a number for a class": (edit_config(architectures=3), "architectures = 3 is not a list"),
     "terms not a list": (edit_config(pos_att_type=[3]), "pos_att_type"),
     "no config": (remove("config.json"), "not a model"),
     "no weights": (remove("model.safetensors"), "no weight file"),
