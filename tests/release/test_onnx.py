@@ -153,6 +153,17 @@ def test_a_graph_of_another_model_is_refused(tmp_path, monkeypatch):
         onnx_files.write_network(release.main, tmp_path, "fp32")
 
 
+def test_logits_of_as_many_classes_as_tokens_are_all_compared(tmp_path, monkeypatch):
+    """The mask of the tokens hid those of a row's last classes."""
+    network = with_classifier(make_release("v3"), 5).main
+    real = onnx_files.expected
+    monkeypatch.setattr(onnx_files, "expected", lambda *inputs: (
+        real(*inputs)[0] + torch.tensor([0.0] * 4 + [1e3]) * (inputs[2][:, -1:] == 0),))
+    monkeypatch.setattr(onnx_files, "sample_batches", lambda *_: [batch(2, 5)])
+    with pytest.raises(UserError, match="other values than PyTorch"):
+        onnx_files.write_network(network, tmp_path, "fp32")
+
+
 def test_large_weights_lie_beside_the_graph(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_files, "_INLINE_BYTES", 1000)
     onnx_files.write_network(with_classifier(make_release("v2")).main, tmp_path, "int8")
