@@ -26,7 +26,7 @@ class Process:
 def look(pid: int | str = "self") -> Process | None:
     """Return the process `pid`, or None if there is none."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # names are cut in bytes
     except (FileNotFoundError, ProcessLookupError):
         return None
     number, _, rest = text.partition(" (")
