@@ -107,7 +107,8 @@ def main() -> None:
                        nodes=options.nodes) if best else []:
         print(fill(f"  {line}", columns() - 1, hanging=4))
     if options.html:
-        write_atomic(options.html, plan_page(run.name, facts, choices, options.gpu, gpu, ranks))
+        write_atomic(options.html, plan_page(run.name, facts, choices, options.gpu, gpu,
+                                             options.gpus * options.nodes))
         print(f"report: {options.html}")
 
 

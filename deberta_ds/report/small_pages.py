@@ -47,9 +47,10 @@ _WIDEST = 2.5  # times a GPU's memory: a bar that is longer ends there
 
 
 def plan_page(title: str, facts: list[str], choices: list[Choice], name: str, gpu: Gpu,
-              ranks: int) -> str:
-    """Return one self-contained HTML document."""
+              devices: int) -> str:
+    """Return one self-contained HTML document; `devices` are all GPUs, or cores."""
     best, limit = recommended(choices), gpu.memory
+    hours = "core-hours" if gpu.is_cpu else "GPU-hours"
     largest = max(sum(_segments(choice)) for choice in choices)
     scale = min(max(limit, largest), _WIDEST * limit)
     if largest < _SHORT * limit:
@@ -57,11 +58,11 @@ def plan_page(title: str, facts: list[str], choices: list[Choice], name: str, gp
     return render(
         "plan.html", title=title, facts=facts, gpu=name.upper(), parts=PARTS,
         best=best and f"ZeRO-{best.stage}, activation checkpointing {best.checkpointing}",
-        cost=best and f"{best.days:.1f} days, {best.days * 24 * ranks:,.0f} GPU-hours",
+        cost=best and f"{best.days:.1f} days, {best.days * 24 * devices:,.0f} {hours}",
         bars=[(*_bar(choice, scale), _kind(choice, best)) for choice in choices],
         limit=round(100 * limit / scale, 2), limit_text=f"{limit / 1e9:.0f} GB",
         times=f"{limit / largest:.1f}",
-        table=_table(choices, ranks, best))
+        table=_table(choices, devices, hours, best))
 
 
 def _segments(choice: Choice) -> list[float]:
@@ -84,15 +85,16 @@ def _bar(choice: Choice, scale: float) -> tuple[str, list[float], str]:
     return f"ZeRO-{choice.stage}, {choice.checkpointing}", widths, note
 
 
-def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
-    heads = ("Compute / step", "Communication / step", "Step", "Tokens/s", "Days", "GPU-hours")
+def _table(choices: list[Choice], devices: int, hours: str, best: Choice | None) -> Table:
+    heads = ("Compute / step", "Communication / step", "Step", "Tokens/s", "Days",
+             hours[0].upper() + hours[1:])
     rows = []
     for choice in choices:
         kind = _kind(choice, best)
         seconds = (choice.compute_seconds, choice.communication_seconds, choice.step_seconds)
         texts = (*(f"{value:.3f} s" for value in seconds),
                  f"{choice.tokens_per_second:,.0f}", f"{choice.days:.2f}",
-                 f"{choice.days * 24 * ranks:,.0f}")
+                 f"{choice.days * 24 * devices:,.0f}")
         rows.append([Cell(f"ZeRO-{choice.stage}", kind=f"stage {kind}"),
                      Cell(choice.checkpointing, kind=kind),
                      *(Cell(text, kind=f"n {kind}") for text in texts)])

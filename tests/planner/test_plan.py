@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from data_helpers import run_main
 from launching import ENVIRONMENT, ROOT, make_run, python
 
 from deberta_ds.base.errors import UserError
@@ -348,6 +349,13 @@ def test_command(run_file, tmp_path, monkeypatch):
     assert "accelerator" not in done.stdout + done.stderr  # DeepSpeed's warning, of no concern here
     page = (tmp_path / "plan.html").read_text()
     assert page.count('class="memory"') > 3 and "http" not in page.replace("http-equiv", "")
+
+
+def test_a_page_counts_the_hours_of_cores_not_of_ranks(run_file, tmp_path):
+    printed = run_main("launch/plan.py", "--config", run_file, "--gpu", "cpu", "--gpus", "8",
+                       "--html", tmp_path / "plan.html", "--train.steps=9000000")
+    hours = float(re.search(r"([\d.]+) core-hours", printed)[1])
+    assert re.search(rf"days, {hours:.0f} core-hours", (tmp_path / "plan.html").read_text()), printed
 
 
 def test_planes_of_attention_are_counted_while_it_works_and_where_they_are_kept(monkeypatch):
