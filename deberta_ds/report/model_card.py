@@ -275,7 +275,7 @@ def _of_checkpoint(directory: Path, publisher: Publisher) -> Training:
         ("learning rate", f"{optim['learning_rate']}, schedule {optim['schedule']}"),
         ("sha256 of the tokenizer", record.tokenizer_sha256),
         ("versions", ", ".join(f"{name} {text}" for name, text in record.versions.items())))]
-    metrics = directory.parent.parent / METRICS_FILE
+    metrics = directory.resolve().parent.parent / METRICS_FILE  # OUT/best is a link
     if metrics.is_file() and objective["kind"] in OBJECTIVES:
         _add_scores(training, read_metrics(metrics), record.step, objective["kind"])
     return training

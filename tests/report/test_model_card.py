@@ -64,7 +64,9 @@ def make_checkpoint(directory):
 
 
 def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
-    text, metadata = exported(tmp_path, make_checkpoint(tmp_path / "run"))
+    run = make_checkpoint(tmp_path / "run")
+    (run / "best").symlink_to("checkpoints/step-00000040")  # of it a card had no scores
+    text, metadata = exported(tmp_path, run / "best")
     (index,) = metadata.pop("model-index")
     assert index["results"][0]["metrics"][1] == {"type": "roc_auc", "name": "ROC-AUC",
                                                  "value": 0.444444}
