@@ -5,6 +5,7 @@ many tokens as it wants at least; that of the smallest model is for all that is 
 """
 
 import re
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def open_devices(words: str) -> Devices:
     """Return the devices of "2 cpu" (cores), "4 x a100", "16 x h100" (nodes of 8) or "a100"."""
     found = re.fullmatch(r"(?:(\d+)\s*x?\s*)?([a-zA-Z].*)", words.strip())
     count = int(found[1] or 1) if found else 0
-    if not found or not count or count > 8 and count % 8 and found[2] != "cpu":
+    if not found or not count or count > 8 and count % 8 and found[2].lower() != "cpu":
         raise UserError(f'--devices {words}: give a number and a name, such as "2 cpu" (cores) or '
                         '"4 x a100"; above 8 GPUs a multiple of 8')
     gpu, gpus = card_of(found[2]), min(count, 8)
@@ -216,10 +217,11 @@ def _comment(text: str) -> str:
 def commands(out: str, text: Text, devices: Devices, stage: int) -> str:
     """Return the commands that pack the corpus where it is not, check the run, and train."""
     length = _run(out, {}).data.seq_len
-    pack = (f"python data_prep/pack.py {' '.join(text.directories)} --tokenizer "
-            f"{text.data['tokenizer']} --seq_len {length}\n") * (length not in text.packed)
+    words = [*text.directories, "--tokenizer", text.data["tokenizer"], "--seq_len", str(length)]
+    pack = f"python data_prep/pack.py {shlex.join(words)}\n" * (length not in text.packed)
     cores = f"DS_ACCELERATOR=cpu OMP_NUM_THREADS={devices.threads} " * devices.gpu.is_cpu
-    start = (f"{cores}deepspeed --num_gpus {devices.gpus} launch/pretrain.py --config {out} "
-             f"--deepspeed_config ds_configs/{devices.json_name.format(max(1, stage))}.json")
+    start = (f"{cores}deepspeed --num_gpus {devices.gpus} launch/pretrain.py --config "
+             f"{shlex.quote(out)} --deepspeed_config "
+             f"ds_configs/{devices.json_name.format(max(1, stage))}.json")
     more = f"  (on {devices.nodes} nodes: docs/how-to/several-nodes.md)" * (devices.nodes > 1)
     return f"{pack}{start} --check\n{start}{more}"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 from launching import ROOT, make_run, python
@@ -36,6 +37,7 @@ def corpus(root, tokens: int, vocabulary: int = 8001):
 def test_values_fit_the_text_the_devices_and_each_other(tmp_path, monkeypatch, tokens, devices,
                                                         hours, objective, width, length):
     monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
+    tmp_path /= "my text"
     text, hardware = corpus(tmp_path, tokens), new_run.open_devices(devices)
     written, stage = new_run.choose(text, hardware, hours, objective, "mine")
     (tmp_path / "mine.toml").write_text(written)
@@ -55,6 +57,7 @@ def test_values_fit_the_text_the_devices_and_each_other(tmp_path, monkeypatch, t
     units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     assert sum(int(n) * units[u] for n, u in re.findall(r"(\d+)([smhd])", seconds)) <= hours * 3600
     commands = new_run.commands(str(tmp_path / "mine.toml"), text, hardware, stage)
+    assert str(tmp_path / "mine.toml") in shlex.split(commands)  # as a shell reads it
     assert f"--seq_len {length}" in commands and f"--num_gpus {hardware.gpus} " in commands
     ds = ds_config.load(re.search(r"ds_configs/\w+\.json", commands)[0])
     assert (hardware.gpu.peak(ds_config.matmul_precision(ds)) is not None) and stage < 3
@@ -67,6 +70,10 @@ def test_values_fit_the_text_the_devices_and_each_other(tmp_path, monkeypatch, t
 def test_devices_that_are_none(devices, problem):
     with pytest.raises(UserError, match=problem):
         new_run.open_devices(devices)
+
+
+def test_devices_have_names_in_any_case():
+    assert new_run.open_devices("12 CPU") == new_run.open_devices("12 cpu")
 
 
 def test_too_little_and_nothing_known(tmp_path):
