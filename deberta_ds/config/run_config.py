@@ -374,7 +374,7 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
     init = values.get("init")
     if isinstance(init, dict) and "from" in init:  # no name for a Python attribute
         init["source"] = init.pop("from")
-        origins["init.source"] = origins.pop("init.from")
+        origins["init.source"] = origins.pop("init.from", place)
     model = values.get("model")
     if isinstance(model, dict) and "preset" in model:
         name = model.pop("preset")

@@ -85,7 +85,9 @@ def as_toml(value: Any) -> str:
                                 for key, one in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(as_toml, value)) + "]"
-    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+    # NumPy's numbers and arrays have tolist.
+    return json.dumps(value, ensure_ascii=False,
+                      default=lambda one: getattr(one, "tolist", one.__str__)())
 
 
 def _toml_key(key: str) -> str:
@@ -164,10 +166,11 @@ def apply_built(data: dict, origins: dict) -> None:
 
     One of the command line wins over these keys of the file.
     """
-    directory, origin = data.pop("corpus"), origins.pop("data.corpus")
+    directory, origin = data.pop("corpus"), origins.pop("data.corpus", "")  # none of a table
     built = read_built(str(directory))
     for key in built:
-        if origin == "command line" != origins.get(f"data.{key}"):
+        given_by = {by for name, by in origins.items() if f"{name}.".startswith(f"data.{key}.")}
+        if origin == "command line" not in given_by:
             data.pop(key, None)
     known, given = [source["path"] for source in built["sources"]], data.get("sources")
     wrong = [f"data.{key}" for key in ("tokenizer", "heldout") if key in data] + [

@@ -1,5 +1,6 @@
 """Run configs and DeepSpeed JSONs: strict, complete, and round trips."""
 
+import numpy as np
 import pytest
 
 from deberta_ds.config import run_config
@@ -80,6 +81,7 @@ def test_hugging_face_spelling_of_no_buckets(run_file):
     ("--.steps=3", "--section.key=value"), ("--train.=3", "--section.key=value"),
     ("--name=caf\udce9", "is not UTF-8"),
     ("--objective.mask=0.3", "objective.mask"), ('--objective.kind=["mlm"]', "objective.kind"),
+    ("--init.from.x=5", "init.from: input should be"), ("--data.corpus.x=5", "a local directory"),
     ("--init.from=5", "init.from = 5"), ("--init={from=5}", "init.from = 5"),
     ('--out_dir="a\\u0000"', "out_dir holds a NUL"),
     ("--data.sources.0.path=x", "sources is a list; give it whole"),
@@ -140,7 +142,8 @@ def test_clipping_is_always_written(run_file, tmp_path):
 
 
 @pytest.mark.parametrize("value", [
-    1, 2.5, True, "a \"b\" ü", "1", ["x", 2], {"a.b": "c", "d e": [1], "f-g": {"h": 0.1}}],
+    1, 2.5, True, "a \"b\" ü", "1", ["x", 2], {"a.b": "c", "d e": [1], "f-g": {"h": 0.1}},
+    np.int64(3), np.float32(0.5)],  # of a notebook
     ids=repr)
 def test_an_override_is_read_as_what_was_written(value):
     """Names of held-out corpora may hold a dot, which makes a table within a table."""

@@ -147,6 +147,8 @@ def test_runs_name_the_corpus_by_one_key_or_are_written_for_it(tmp_path, monkeyp
     run_file.write_text(RUN.replace("corpus =", "tokenizer ="))
     run = run_config.load(run_file, ["--data.corpus=moved/web"])[0]  # later wins
     assert run.data.tokenizer == "moved/web/tokenizer"
+    with pytest.raises(UserError, match="so data.heldout must be left out"):  # was not used
+        run_config.load(run_file, ["--data.corpus=moved/web", "--data.heldout.more=x"])
     with pytest.raises(UserError, match="elsewhere/corpus.json: no such file"):
         run_config.load(run_file, ["--data.corpus=elsewhere"])
 
