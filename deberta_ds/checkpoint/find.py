@@ -160,6 +160,8 @@ def find(out_dir: str | Path, resume: str) -> Found:
             return Found(path, tuple(skipped), begun_from or said or "")
         skipped.append(f"{path}: {listed(problems)}")
     if begun_from:
+        if of_a_run := dist.from_main(lambda: list_finished(place)):
+            raise CheckpointError(f"{resume}: is a run; name a checkpoint, such as {of_a_run[-1]}")
         raise CheckpointError(f"{resume}: not a whole checkpoint: {listed(problems)}")
     if dist.from_main(lambda: list_finished(out_dir)):
         raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(skipped)

@@ -210,6 +210,12 @@ def test_half_written_and_damaged_manifests_are_skipped(run_dir):
     assert str(error.value).count("step-0000000") == 3
 
 
+def test_a_run_is_no_checkpoint_to_resume_from(run_dir, tmp_path):
+    """Its save "did not finish"."""
+    with pytest.raises(CheckpointError, match="is a run; name a checkpoint, such as .*-00000006$"):
+        find.find(tmp_path, str(run_dir))
+
+
 def test_a_run_killed_in_its_first_save_starts_anew(run_dir):
     for step in (2, 4, 6):
         (path_of(run_dir, step) / "manifest.json").unlink()
