@@ -160,7 +160,9 @@ class Trainer:
     def _say_the_end(self, end: int) -> None:
         train = self.run.train
         if self.best.value is not None:
-            self.log.info(f"best: {self.best}, kept as {self.run.out_dir}/{BEST}")
+            link = Path(self.run.out_dir) / BEST  # none of what --resume found in another run
+            self.log.info(f"best: {self.best}, " + (f"kept as {link}" if link.exists() else
+                          "a checkpoint of the run from which this one began"))
         if self._is_past_its_best():
             self.journal.end("end", f"{train.patience} evaluations without a better score: "
                              f"{self.best}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import types
 
 import pytest
 import rank_helpers
@@ -12,7 +13,7 @@ from deberta_ds.checkpoint.find import list_finished, newest, step_of
 from deberta_ds.config import run_config
 from deberta_ds.objectives import rtd
 from deberta_ds.tracking.records import read_metrics
-from deberta_ds.training import best, setup
+from deberta_ds.training import best, loop, setup
 
 
 def evaluations(out) -> dict[int, float]:
@@ -72,6 +73,23 @@ def test_a_directory_in_the_way_of_the_link_is_refused_at_the_start(tmp_path):
     (tmp_path / "out/best").mkdir(parents=True)
     with pytest.raises(UserError, match="is in the way"):
         best.check_link(run)
+
+
+def test_a_link_that_is_not_there_is_not_promised(tmp_path):
+    """--resume with the checkpoint of another run, and nothing better since."""
+    run, _ = run_config.load(make_run(tmp_path), ["--train.best_metric=generator_loss"])
+    said: list[str] = []
+    trainer = types.SimpleNamespace(
+        run=run, best=best.Best("generator_loss", 1.5, 10, scored=""), _is_past_its_best=bool,
+        log=types.SimpleNamespace(info=said.append),
+        journal=types.SimpleNamespace(end=lambda *_: None))
+    loop.Trainer._say_the_end(trainer, 20)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/best").symlink_to(tmp_path)
+    loop.Trainer._say_the_end(trainer, 20)
+    assert said == ["best: generator_loss = 1.5 at step 10, a checkpoint of the run from which "
+                    "this one began",
+                    f"best: generator_loss = 1.5 at step 10, kept as {tmp_path}/out/best"]
 
 
 def test_what_is_better():
