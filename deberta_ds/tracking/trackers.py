@@ -105,8 +105,8 @@ def mlflow(experiment: str) -> Open:
 
 
 def _known_run(file: Path, purge_step: int | None) -> str | None:
-    """Return the id under which a resumed run is known to a service."""
-    return file.read_text().strip() if file.exists() and purge_step else None
+    """Return the id under which a run that does not begin at its first step is known there."""
+    return file.read_text().strip() if file.exists() and (purge_step or 0) > 1 else None
 
 
 def _config(out_dir: Path) -> dict[str, Any]:

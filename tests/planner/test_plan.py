@@ -355,7 +355,8 @@ def test_a_page_counts_the_hours_of_cores_not_of_ranks(run_file, tmp_path):
     printed = run_main("launch/plan.py", "--config", run_file, "--gpu", "cpu", "--gpus", "8",
                        "--html", tmp_path / "plan.html", "--train.steps=9000000")
     hours = float(re.search(r"([\d.]+) core-hours", printed)[1])
-    assert re.search(rf"days, {hours:.0f} core-hours", (tmp_path / "plan.html").read_text()), printed
+    page = (tmp_path / "plan.html").read_text()
+    assert re.search(rf"days, {hours:.0f} core-hours", page), printed
 
 
 def test_planes_of_attention_are_counted_while_it_works_and_where_they_are_kept(monkeypatch):

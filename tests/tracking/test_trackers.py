@@ -45,10 +45,10 @@ def test_the_id_of_a_wandb_run_is_kept_with_it(monkeypatch, tmp_path):
     log = types.SimpleNamespace(log=print, finish=print)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(
         init=lambda id, **_: ids.append(id) or log))
-    for name, purge_step in (("a", None), ("a", 3), ("b", 3), ("b", None)):
+    for name, purge_step in (("a", 1), ("a", 3), ("b", 3), ("b", 1)):  # 1: from step 0
         (tmp_path / name).mkdir(exist_ok=True)
         trackers.wandb("project")(tmp_path / name, purge_step)
-        if purge_step and name == "a":
+        if purge_step == 3 and name == "a":
             (tmp_path / "a").rename(tmp_path / "b")
     assert ids[0] == ids[1] == ids[2] != ids[3]
 
