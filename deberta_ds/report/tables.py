@@ -115,13 +115,14 @@ def evaluation(run: Run) -> Table | None:
 
 def evaluation_by_corpus(run: Run) -> Table | None:
     """Return the last evaluation's scores of each held-out corpus, where a run has several."""
-    names = corpora_of(run.scores)
+    last = run.evals[-1] if run.evals else {}  # data.heldout may have been another before
+    names = corpora_of(last)
     if not names:
         return None
-    metrics = [metric for metric in run.metrics if f"{metric.key}/{names[0]}" in run.scores]
+    metrics = [metric for metric in run.metrics if f"{metric.key}/{names[0]}" in last]
     rows = []
     for name in names:
-        record = {key.removesuffix(f"/{name}"): value for key, value in run.scores.items()
+        record = {key.removesuffix(f"/{name}"): value for key, value in last.items()
                   if key.endswith(f"/{name}")}
         rows.append([Cell(name, kind="name"),
                      *(_beside_baseline(metric, record) for metric in metrics)])

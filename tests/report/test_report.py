@@ -238,6 +238,15 @@ def test_training_time_adds_up_over_a_clock_that_restarts(tmp_path):
     assert run.training_seconds() == pytest.approx(0.9 * 400)
 
 
+def test_held_out_corpora_are_those_of_the_last_evaluation(tmp_path):
+    """One that a resumed run has no more kept its old scores there."""
+    run = read_run(make_run(tmp_path / "demo"))
+    for name, record in zip(("old", "new"), run.evals[-2:], strict=True):
+        record[f"roc_auc/{name}"] = 0.6
+    table = tables.evaluation_by_corpus(run)
+    assert [row[0].text for row in table.rows] == ["new"] and len(table.head) == 2
+
+
 def test_rank_hours_count_the_ranks_of_each_start(tmp_path):
     """The ranks of the last start were taken for those of all."""
     records = make_records(resume=200)
