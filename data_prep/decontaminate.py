@@ -15,7 +15,7 @@ from deberta_ds.base.errors import exit_cleanly
 def main() -> None:
     parser = parser_for(__doc__)
     add_input_options(parser)
-    parser.add_argument("--against", nargs="+", required=True,
+    parser.add_argument("--against", nargs="+", action="extend", required=True,
                         help="evaluation files, directories or patterns")
     parser.add_argument("--out", required=True, help="directory for the list of contaminated "
                                                      "documents and report.json")
@@ -26,7 +26,7 @@ def main() -> None:
     from deberta_ds.corpus.contamination import find_contamination
     from deberta_ds.corpus.outputs import output
 
-    units, read = plan(args)
+    units, read = plan(args, args.out)
     with output(args.out, cache=args.cache, part=args.part) as out:
         report = find_contamination(units, args.against, out, read=read, words=args.words,
                                     workers=args.workers, part=args.part)

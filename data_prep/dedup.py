@@ -24,7 +24,7 @@ def main() -> None:
     from deberta_ds.corpus.dedup import find_duplicates
     from deberta_ds.corpus.outputs import output
 
-    units, read = plan(args)
+    units, read = plan(args, args.out)
     with output(args.out, cache=args.cache, part=args.part) as out:
         counts = find_duplicates(units, out, read=read, near_threshold=args.near,
                                  workers=args.workers, part=args.part)

@@ -27,10 +27,10 @@ def main() -> None:
     from deberta_ds.report.small_pages import write_filters_page
 
     rules = read_rules(args.filters)
-    units, read = plan(args)
+    units, read = plan(args, args.out)
     with output(args.out, cache=args.cache, part=args.part) as out:
         report = try_filters(units, out, rules, read=read, workers=args.workers, part=args.part,
-                             tokenizer=args.tokenizer and fetch(args.tokenizer))
+                             tokenizer=args.tokenizer and fetch(args.tokenizer, cache=args.cache))
         if report:
             page = write_filters_page(out).name
     if report is None:

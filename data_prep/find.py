@@ -16,8 +16,10 @@ def main() -> None:
     parser.add_argument("corpus", help="corpus directory")
     parser.add_argument("--seq_len", type=positive, required=True, help="sequence length in tokens")
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--row", type=natural, nargs="+", help="numbers of sequences of the corpus")
-    wanted.add_argument("--document", nargs="+", metavar="ID", help="ids of documents")
+    wanted.add_argument("--row", type=natural, nargs="+", action="extend",
+                        help="numbers of sequences of the corpus")
+    wanted.add_argument("--document", nargs="+", action="extend", metavar="ID",
+                        help="ids of documents")
     add_cache(parser)
     args = parser.parse_args()
 

@@ -27,11 +27,11 @@ def main() -> None:
     parser.add_argument("--seq_len", type=positive, required=True, help="sequence length in tokens")
     parser.add_argument("--temperature", type=positive_number, default=1.0,
                         help="sampling temperature; 1: natural shares")
-    parser.add_argument("--weights", type=positive_number, nargs="+",
+    parser.add_argument("--weights", type=positive_number, nargs="+", action="extend",
                         help="shares of the corpora, instead of a temperature")
     parser.add_argument("--rows", type=natural, default=0,
                         help="sequences of the run; 0: as many as all corpora hold")
-    parser.add_argument("--after", nargs="+", default=[], metavar="RUN",
+    parser.add_argument("--after", nargs="+", action="extend", default=[], metavar="RUN",
                         help="out_dir or checkpoint of each earlier stage, oldest first")
     parser.add_argument("--stretch", type=float, nargs=2, metavar=("FROM", "TO"),
                         help="range of the shards, such as 0.9 1; default: all, or as before")

@@ -59,13 +59,15 @@ def add_fields(parser: argparse.ArgumentParser, cls: type, *names: str) -> None:
             parser.add_argument(f"--{one.key}", default=one.default, help=one.meaning, **how)
 
 
-def plan(args: argparse.Namespace) -> tuple[list, "ReadOptions"]:
+def plan(args: argparse.Namespace, *outs: str | None) -> tuple[list, "ReadOptions"]:
     """Return the work units of the inputs and how they are read; UserError for more bad files than
-    --skip_bad_files.
+    --skip_bad_files, and for an output that lies in an input.
     """
     from deberta_ds.corpus.damage import plan_whole
+    from deberta_ds.corpus.outputs import check_outside
     from deberta_ds.corpus.recipe import read_options_of
 
+    check_outside(args.inputs, *outs)
     read = read_options_of(args)
     return plan_whole(args.inputs, read, args.unit_bytes, skip_bad_files=args.skip_bad_files,
                       max_bad=getattr(args, "max_bad", 0), workers=args.workers,

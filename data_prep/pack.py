@@ -12,7 +12,7 @@ def main() -> None:
     parser.add_argument("corpus", nargs="+", help="directories made by tokenize_corpus.py")
     parser.add_argument("--tokenizer", required=True, help="tokenizer of the corpus (for word "
                                                            "starts)")
-    parser.add_argument("--seq_len", type=positive, nargs="+", required=True,
+    parser.add_argument("--seq_len", type=positive, nargs="+", action="extend", required=True,
                         help="sequence lengths in tokens")
     add_job_options(parser)
     args = parser.parse_args()

@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("corpus", help="corpus directory")
     parser.add_argument("--out", required=True, help="directory of the new corpus")
     parser.add_argument("--tokenizer", required=True, help="tokenizer of the corpus")
-    parser.add_argument("--document", nargs="+", default=[], metavar="ID",
+    parser.add_argument("--document", nargs="+", action="extend", default=[], metavar="ID",
                         help="ids (--id_key), or SOURCE@PLACE as find.py prints them")
     parser.add_argument("--documents_from", metavar="FILE", help="a file with one ID per line")
     add_workers(parser)

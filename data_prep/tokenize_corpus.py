@@ -6,11 +6,8 @@ mpi4py.futures data_prep/tokenize_corpus.py ... The shards are the same bytes fo
 workers. After a crash, run the same command again: only what is missing is done.
 """
 
-import itertools
-import os
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 from options import (
     add_fields,
@@ -22,7 +19,7 @@ from options import (
 )
 
 from deberta_ds.base.command_line import parser_for
-from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.base.errors import exit_cleanly
 
 FEW_DOCUMENTS = 20  # to hold out of a corpus that is small
 SPLIT = (", or divide text files into more documents: --documents blank_line (or line, or "
@@ -46,9 +43,10 @@ def main() -> None:
                         "the other corpora of a mixture, so that no copies stay there")
     add_fields(parser, CorpusRecipe, "min_characters", "min_letter_share", "filters", "words")
     add_fields(parser, Recipe, "max_bad")
-    parser.add_argument("--leave_out", "--duplicates", nargs="+", default=[], metavar="FOUND",
-                        help="skip the documents that dedup.py or decontaminate.py listed in these "
-                        "directories; they must have read these inputs")
+    parser.add_argument("--leave_out", "--duplicates", nargs="+", action="extend", default=[],
+                        metavar="FOUND", help="skip the documents that dedup.py or "
+                        "decontaminate.py listed in these directories; they must have read these "
+                        "inputs")
     add_job_options(parser)
     args = parser.parse_args()
 
@@ -94,12 +92,7 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
     from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
     from deberta_ds.tokenizer import Tokenizer
 
-    for name, target in itertools.product(args.inputs, filter(None, (out, heldout_out))):
-        where = Path(os.path.realpath(target))
-        if os.path.isdir(name) and Path(os.path.realpath(name)) in (where, *where.parents):
-            raise UserError(f"{target}: lies in the input {name}, of which it would be a part "
-                            "when the job goes on; choose a directory outside")
-    units, read = plan(args)
+    units, read = plan(args, args.out, args.heldout_out)
     manifests = tokenize_corpus(
         units, out, Tokenizer(fetch(args.tokenizer, cache=args.cache)),
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),

@@ -41,14 +41,16 @@ def main() -> None:
         parser.error("--learn needs --extend; --add_mask goes alone; a tokenizer that exists keeps "
                      "its normalization and the like")
     from deberta_ds.config.model import padded_rows
-    from deberta_ds.corpus.outputs import output
+    from deberta_ds.corpus.outputs import fetch, output
 
     if args.add_mask:
         from deberta_ds.tokenizer.publish import add_special_tokens
 
-        tokenizer, names = add_special_tokens(args.add_mask, args.out)
+        with output(args.out, cache=args.cache, first=()) as out:
+            tokenizer, names = add_special_tokens(fetch(args.add_mask, cache=args.cache), out)
         print(f"{args.out}: added {', '.join(names) or 'nothing'}; {tokenizer.size:,} ids")
     else:
+        args.extend = args.extend and fetch(args.extend, cache=args.cache)
         with output(args.out, cache=args.cache, first=()) as out:
             tokenizer, said = make(args, out)
         print(f"{args.out}: {said}, [MASK] = {tokenizer.mask_id}, "

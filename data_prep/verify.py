@@ -37,7 +37,7 @@ def main() -> int:
             "://" in path and "*" not in path and input_kind(path) is None)
 
     corpora = list(filter(is_corpus, args.inputs))
-    made_with = Tokenizer(args.tokenizer).sha256 if args.tokenizer else ""
+    made_with = Tokenizer(fetch(args.tokenizer, cache=args.cache)).sha256 if args.tokenizer else ""
     for path in corpora:
         with still_at_work(lambda name=path: f"{name}: reading"):
             found = verify_corpus(fetch(path, cache=args.cache), args.verify, made_with)

@@ -28,7 +28,7 @@ from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, p
 from deberta_ds.corpus.encode import CleanOptions, left_out
 from deberta_ds.corpus.filter_rules import read_rules
 from deberta_ds.corpus.identity import Part, extents_of, identified, inputs_of
-from deberta_ds.corpus.outputs import fetch
+from deberta_ds.corpus.outputs import check_outside, fetch
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import CorpusRecipe, Recipe
 from deberta_ds.corpus.tokenize import tokenize_corpus
@@ -52,6 +52,8 @@ class Build:
         """
         self.out, self._recipe, self._workers = Path(recipe.out), recipe, workers
         self._part = part
+        for corpus in recipe.corpora:
+            check_outside(corpus.inputs, recipe.out)
         self._units = {corpus.name: [[replace(extent, read=corpus.read) for extent in unit]
                                      for unit in plan_whole(
             list(corpus.inputs), corpus.read, recipe.unit_bytes, workers=workers,

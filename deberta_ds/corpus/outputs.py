@@ -7,9 +7,10 @@ the same command goes on from the local directory, which may be removed once the
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 
 import xxhash
@@ -41,6 +42,16 @@ def output(out: str, *, cache: str = CACHE, first: tuple[str, ...] = ("*",), par
     local = fetch(out, cache=cache, names=first)
     yield local
     _send(Path(local), out)
+
+
+def check_outside(inputs: Iterable[str], *outs: str | None) -> None:
+    """Raise UserError for an output inside of an input directory, which it would change."""
+    for name, target in product(inputs, filter(None, outs)):
+        where = Path(os.path.realpath(target))
+        if "://" not in target and os.path.isdir(name) and (
+                Path(os.path.realpath(name)) in (where, *where.parents)):
+            raise UserError(f"{target}: lies in the input {name}, of which it would be a part "
+                            "when the job goes on; choose a directory outside")
 
 
 def fetch(url: str, *, cache: str = CACHE, names: tuple[str, ...] = ("*",)) -> str:

@@ -160,7 +160,7 @@ def read_symbols(path: str | Path) -> list[str]:
     if not path:
         return []
     with naming(path):
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     for number, line in enumerate(lines, 1):
         if len(line.split()) != 1 or SPACE_MARK in line:
             raise UserError(f"{path}: line {number} is {line!r}; write one symbol a line, without "

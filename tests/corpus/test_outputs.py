@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from data_helpers import READ, tiny_tokenizer, tokenize, tree
+from data_helpers import READ, run_main, tiny_tokenizer, tokenize, tokenizer_path, tree
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
@@ -49,6 +49,20 @@ def test_what_fails_or_shares_a_directory_leaves_nothing_at_the_url(text_file, t
           output(url, cache=str(tmp_path / "a"), part=(1, 2))):
         pass
     assert not (tmp_path / "store").exists()
+
+
+def test_every_command_takes_a_tokenizer_at_a_url(text_file, tmp_path, monkeypatch):
+    """--add_mask wrote to ./file:/..., verify.py found no such file, --cache was not asked."""
+    monkeypatch.chdir(tmp_path)
+    url, cache = f"file://{tokenizer_path()}", ("--cache", tmp_path / "cache")
+    run_main("data_prep/train_tokenizer.py", "--add_mask", url, "--out",
+             f"file://{tmp_path}/made", *cache)
+    tokenize(text_file, tmp_path / "corpus")
+    pack_corpus(tmp_path / "corpus", tiny_tokenizer(), 64)
+    run_main("data_prep/verify.py", tmp_path / "corpus", "--tokenizer", url, *cache)
+    assert (tmp_path / "made/spm.model").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir() if path != text_file) == [
+        "cache", "corpus", "made"]
 
 
 def test_a_model_file_and_findings_at_a_url(text_file, tmp_path):

@@ -26,14 +26,15 @@ from data_helpers import (
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.build import Build
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.encode import encode_joined
 from deberta_ds.corpus.inputs import open_bytes
 from deberta_ds.corpus.pack import pack_corpus
-from deberta_ds.corpus.recipe import TokenizerRecipe
+from deberta_ds.corpus.recipe import CorpusRecipe, Recipe, TokenizerRecipe
 from deberta_ds.corpus.stats import corpus_stats, stats_text
 from deberta_ds.corpus.takedown import take_down
-from deberta_ds.corpus.train_tokenizer import train_tokenizer
+from deberta_ds.corpus.train_tokenizer import read_symbols, train_tokenizer
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.text import ENCODE_CHARACTERS
@@ -244,3 +245,13 @@ def test_an_output_lies_outside_of_the_inputs(tmp_path):
     with pytest.raises(UserError, match="choose a directory outside"):
         run_main("data_prep/tokenize_corpus.py", tmp_path / "in", "--tokenizer", tokenizer_path(),
                  "--out", tmp_path / "in" / "out")
+    with pytest.raises(UserError, match="choose a directory outside"):  # its findings were undone
+        run_main("data_prep/dedup.py", tmp_path / "in", "--out", tmp_path / "in" / "out")
+    with pytest.raises(UserError, match="choose a directory outside"):
+        Build(Recipe(out=f"{tmp_path}/in/out", corpora=(
+            CorpusRecipe(name="a", inputs=(str(tmp_path / "in"),)),)))
+
+
+def test_symbols_may_have_a_byte_order_mark(tmp_path):
+    (tmp_path / "symbols").write_text("zork\nfrob\n", "utf-8-sig")
+    assert read_symbols(tmp_path / "symbols") == ["zork", "frob"]
