@@ -20,9 +20,10 @@ def main() -> None:
     parser.add_argument("--model", required=True,
                         help="a run, a checkpoint, or anything that convert.py reads")
     parser.add_argument("text", metavar="TEXT", help="text to read, in quotes")
-    parser.add_argument("--layers", type=int, nargs="+", metavar="N",
+    parser.add_argument("--layers", type=int, nargs="+", action="extend", metavar="N",
                         help="default: the first, the middle and the last")
-    parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: the first four")
+    parser.add_argument("--heads", type=int, nargs="+", action="extend", metavar="N",
+                        help="default: the first four")
     parser.add_argument("--tokenizer", help="tokenizer, if the model has none")
     parser.add_argument("--out", type=local_path, default=Path("attention.html"), metavar="FILE",
                         help="HTML report to write")

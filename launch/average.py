@@ -20,7 +20,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", help="out_dir of a run")
-    source.add_argument("--models", nargs="+", metavar="MODEL",
+    source.add_argument("--models", nargs="+", action="extend", metavar="MODEL",
                         help="checkpoints, exports or public models, of one shape and tokenizer")
     parser.add_argument("--last", type=_at_least_two, metavar="N",
                         help="with --run: average the N newest checkpoints (default: 3)")

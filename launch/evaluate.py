@@ -18,7 +18,7 @@ from deberta_ds.base.errors import UserError, exit_cleanly
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--run", required=True, help="run or checkpoint directory")
-    parser.add_argument("--data", nargs="+",
+    parser.add_argument("--data", nargs="+", action="extend",
                         help="packed corpora, scored together and one by one (default: "
                              "data.heldout)")
     parser.add_argument("--tokenizer", help="tokenizer (default: that of the run)")

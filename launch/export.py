@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="tokenizer, if the source has none")
     parser.add_argument("--license", default="", metavar="NAME",
                         help="as the Hub names it, such as apache-2.0")
-    parser.add_argument("--language", nargs="+", default=[], metavar="CODE",
+    parser.add_argument("--language", nargs="+", action="extend", default=[], metavar="CODE",
                         help="languages by ISO 639, the main one first, such as de")
-    parser.add_argument("--dataset", nargs="+", default=[], metavar="NAME",
+    parser.add_argument("--dataset", nargs="+", action="extend", default=[], metavar="NAME",
                         help="names of the corpora on the Hub or in your words, one for each of "
                              "data.sources (default: the end of its path)")
     parser.add_argument("--push", metavar="NAME/REPOSITORY",

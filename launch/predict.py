@@ -10,7 +10,6 @@ their scores are printed and written to a.scores.json.
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from deberta_ds.base.command_line import checked, local_path, natural, parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
@@ -21,9 +20,9 @@ TRUNCATIONS = ("first", "second", "longest_first", "head_tail", "windows_mean", 
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--model", required=True, help="fine-tuned model, or the run that wrote it")
-    parser.add_argument("--data", required=True, type=Path, help="table to predict")
+    parser.add_argument("--data", required=True, type=local_path, help="table to predict")
     parser.add_argument("--out", required=True, type=local_path, help="JSON lines to write")
-    parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN",
+    parser.add_argument("--keep", nargs="+", action="extend", default=[], metavar="COLUMN",
                         help="columns of the table to copy next to the predictions")
     parser.add_argument(
         "--global_batch_size", type=positive, default=32, help="rows per forward pass")
@@ -43,9 +42,11 @@ def main() -> None:
     from deberta_ds.engine.engine import init_distributed
     from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
     from deberta_ds.finetuning.predict_file import predict_file
+    from deberta_ds.finetuning.settings import check_truncation
 
     saved = load_finetuned(find_finetuned(given.model))
     if given.truncation:
+        check_truncation(saved.task, given.truncation)
         saved = replace(saved, settings=replace(saved.settings, truncation=given.truncation))
     device = init_distributed()
     if dist.is_main() and saved.failure:

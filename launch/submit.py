@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--run", help="output of launch/superglue.py, or TASK.jsonl files")
     parser.add_argument("--zip", help="zip file to write")
     parser.add_argument("--check", help="only check this zip file")
-    parser.add_argument("--leave_out", nargs="+", default=[], metavar="TASK",
+    parser.add_argument("--leave_out", nargs="+", action="extend", default=[], metavar="TASK",
                         help="tasks that may be missing (the leaderboard takes no partial zip)")
     parser.add_argument("--any_size", action="store_true",
                         help="accept test files that are samples, not the official ones")

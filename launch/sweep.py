@@ -26,10 +26,11 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
     if is_suite:
         parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE",
                             help="the benchmark")
-    parser.add_argument("--tasks", nargs="+", default=[], required=not is_suite, metavar="TASK",
+    parser.add_argument("--tasks", nargs="+", action="extend", default=[],
+                        required=not is_suite, metavar="TASK",
                         help="names of benchmarks' tasks, or TOML files of your own"
                         + " (default: all of the suite)" * is_suite)
-    parser.add_argument("--init_from", nargs="+", default=[], metavar="TASK=DIR",
+    parser.add_argument("--init_from", nargs="+", action="extend", default=[], metavar="TASK=DIR",
                         help="start a task from the output of another, such as CB=runs/MNLI/seed-1")
     parser.add_argument("--save_models", action="store_true", help="keep the weights of every run")
     parser.add_argument("--compare", type=Path, metavar="OUT",
@@ -61,7 +62,9 @@ def pairs(texts: list[str], tasks: list[str]) -> dict[str, str]:
         name, separator, directory = text.partition("=")
         if not separator:
             raise UserError(f"--init_from {text}: write TASK=DIR")
-        found[names.get(name.lower(), name)] = directory
+        if (name := names.get(name.lower(), name)) in found:
+            raise UserError(f"--init_from {text}: {name} starts from {found[name]} already")
+        found[name] = directory
     return found
 
 

@@ -24,7 +24,7 @@ from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import init_distributed
 from deberta_ds.finetuning import options, sweep
 from deberta_ds.finetuning.directory import MODEL, find_finetuned, load_finetuned
-from deberta_ds.finetuning.predict_file import predict_file
+from deberta_ds.finetuning.predict_file import predict_file, scores_file
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.release import shape
 from deberta_ds.release.convert import Summary, convert, seal
@@ -135,6 +135,8 @@ def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: s
         raise UserError(f"finetune: no option {min(unknown)}; there are {', '.join(vars(known))}")
     vars(known).update({key: str(value) if isinstance(value, Path) else value
                         for key, value in given.items()})
+    if known.seeds < 1:
+        raise UserError(f"finetune: seeds = {known.seeds}: must be at least 1")
     named = [tasks] if isinstance(tasks, str | Path) else tasks
     opened = tuple(task if isinstance(task, Task) else options.open_task(str(task))
                    for task in named)
@@ -170,7 +172,10 @@ def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataF
         True
     """
     if hasattr(rows, "to_dict"):
-        rows = rows.to_dict("records")
+        frame: Any = rows  # whose NaN is no JSON
+        rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    if batch_size < 1:
+        raise UserError(f"predict: batch_size = {batch_size}: must be at least 1")
     saved = load_finetuned(find_finetuned(str(model)))
     with tempfile.TemporaryDirectory() as scratch:
         table, out = Path(scratch) / "rows.jsonl", Path(scratch) / "out.jsonl"
@@ -181,8 +186,8 @@ def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataF
         except UserError as error:  # without the names of files that are gone when it is read
             text = str(error).replace(f"\n  (all in {out}.bad_rows.txt)", "")
             raise UserError(text.replace(str(table), "rows")) from None
-        scores, text = out.with_suffix(".scores.json"), out.read_text().replace(str(table), "rows")
-        return Predictions([json.loads(line) for line in text.splitlines()],
+        scores, text = scores_file(out), out.read_text("utf-8").replace(str(table), "rows")
+        return Predictions([json.loads(line) for line in text.split("\n") if line],
                            json.loads(scores.read_text()) if scores.is_file() else None)
 
 

@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", help="path of a tokenizer: for random:PRESET, or where the model has none")
     add("--sift", action="store_true",
         help=f"adversarial fine-tuning (SiFT), sift_weight = {SIFT_WEIGHT} unless it is set")
-    add("--carve_train", nargs="+", default=[], metavar="TASK",
+    add("--carve_train", nargs="+", action="extend", default=[], metavar="TASK",
         help="cut the train split of these tasks out of val, by passage")
     add("--any_size", action="store_true", help="accept files that are not of the official size")
     add("--max_bad", type=natural, default=0, metavar="N",
@@ -77,7 +77,7 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "tuple
     own = [task.name for task in tasks if task.name not in TASK_NAMES]
     if not options.data and len(own) < len(tasks):
         raise UserError("--data: name the directory of the benchmark's files, a zip, or hub")
-    tables = settings.load(options.config, overrides, (*TASK_NAMES, *own))
+    tables = settings.load(options.config, overrides, (*TASK_NAMES, *own), names)
     for task in tasks:
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)

@@ -103,7 +103,7 @@ def load_own_task(path: str | Path) -> tuple[Task, str]:
     validate(Settings, dict(own.settings), f"{path}, [settings]")
     head, layout, metrics, usual = _FORMS[own.kind]
     files = {split: name if name.startswith(HUB_TABLE)
-             else os.path.normpath(path.parent.resolve() / name) for split, name in
+             else _found_from(path.parent.resolve(), name) for split, name in
              (("train", own.train), ("val", own.val), ("test", own.test),
               *((TEST + name, table) for name, table in own.tests.items())) if name}
     if not (train := files["train"]).startswith(HUB_TABLE) and not os.path.exists(train):
@@ -133,6 +133,14 @@ def load_own_task(path: str | Path) -> tuple[Task, str]:
                             f"which it is: labels = {json.dumps(list(task.labels))}, or the other "
                             "way around")
     return task, said
+
+
+def _found_from(directory: Path, name: str) -> str:
+    """Return where a table or a pattern lies; the directory's own [ or * is no pattern."""
+    place = os.path.normpath(directory / name)
+    is_pattern = glob.has_magic(name) and not os.path.exists(place)
+    return os.path.normpath(glob.escape(str(directory)) + "/" + name) if is_pattern and \
+        not os.path.isabs(name) else place
 
 
 def _faults(own: OwnTask) -> Iterator[str]:

@@ -94,8 +94,14 @@ def predict_file(
     if unread:
         _say(f"{len(unread):,} rows are not scored, as their label cannot be read: {unread[0]}")
     if dist.is_main():
-        _write_scores(task, data, out.with_suffix(".scores.json"), labelled, count)
+        _write_scores(task, data, scores_file(out), labelled, count)
     return count
+
+
+def scores_file(out: Path) -> Path:
+    """Return where the scores of predictions go: a name may have a dot, as preds-0.1 has."""
+    stem = out.stem if out.suffix in (".jsonl", ".json", ".txt") else out.name
+    return out.with_name(f"{stem}.scores.json")
 
 
 def _say(text: str) -> None:
@@ -126,7 +132,7 @@ def _write_scores(task: Task, data: Path, file: Path,
     file.unlink(missing_ok=True)  # of other predictions
     if labelled:
         scores = scores_of(task, *zip(*labelled, strict=True))
-        scores["unlabelled"] = count - len(labelled)
+        scores["unlabelled"] = count - len({example.place for example, _ in labelled})
         write_atomic(file, json.dumps(scores, indent=1) + "\n")
         print(f"{as_text(str(data), scores)}\n\nwrote {file}")
 

@@ -6,7 +6,7 @@ learning rate follows their size. Sources of every number are in docs/how-to/ben
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,12 +81,14 @@ class Settings:
 
 
 def load(
-    path: str | Path | None, overrides: Iterable[str], tasks: Iterable[str]
+    path: str | Path | None, overrides: Iterable[str], tasks: Iterable[str],
+    run: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
     """Return {task name: values}: of a settings file [all], then [TASK]; over both, of overrides
     --all.KEY, then --TASK.KEY.
 
-    `tasks` are the names that tables may have. Raises ConfigError with the problems of a table.
+    `tasks` are the names that tables may have, `run` those that overrides may. Raises ConfigError
+    with the problems of a table.
     """
     known = (ALL, *tasks)
     written = read_toml(path, "settings file", "launch/runs/superglue/base.toml") if path else {}
@@ -103,6 +105,9 @@ def load(
                 "one task")
         set_value(given.setdefault(name, {}), key[len(name) + 1 :], value)
     _check_tables(given, "the command line", known)
+    if lost := [name for name in given if run and name not in (ALL, *run)]:
+        raise ConfigError(f"--{lost[0]}.{next(iter(given[lost[0]]))}: {lost[0]} is none of the "
+                          f"tasks of this run, {', '.join(run)}")
     merged: dict[str, dict[str, Any]] = {name: {} for name in known[1:]}
     for name, table in merged.items():
         for tables, key in itertools.product((written, given), (ALL, name)):
@@ -149,12 +154,17 @@ def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]], config: ModelCo
             f"settings of {task.name}: best_metric = {settings.best_metric!r} is not one of its "
             f"metrics, {', '.join(task.metrics)}")
     _check_class_weights(task, settings.class_weights)
-    if settings.truncation == "second" and len(task.texts) + len(task.choices) < 2:
-        raise ConfigError(f'settings of {task.name}: truncation = "second", but it has one text')
-    if settings.truncation.startswith("windows") and task.head == "choice":
-        raise ConfigError(f"settings of {task.name}: truncation = {settings.truncation!r}: a "
-                          "choice compares whole texts; take another truncation")
+    check_truncation(task, settings.truncation)
     return settings
+
+
+def check_truncation(task: Task, how: str) -> None:
+    """Raise ConfigError if texts of `task` cannot be cut like this."""
+    if how == "second" and len(task.texts) + len(task.choices) < 2:
+        raise ConfigError(f'settings of {task.name}: truncation = "second", but it has one text')
+    if how.startswith("windows") and task.head == "choice":
+        raise ConfigError(f"settings of {task.name}: truncation = {how!r}: a choice compares whole "
+                          "texts; take another truncation")
 
 
 def _check_class_weights(task: Task, weights: dict[str, float] | str) -> None:

@@ -12,11 +12,13 @@ import pytest
 import torch
 from data_helpers import run_main, tiny_tokenizer
 from launching import ROOT, make_run
+from superglue_helpers import save_random, write_lines
 from transformers import AutoModel, AutoTokenizer
 
 import deberta_ds
 from deberta_ds.api import jobs, model
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning.own import load_own_task
 
 TEXTS = ["The quick brown fox.", "A row holds whole pieces of documents; never mind."]
 
@@ -114,6 +116,8 @@ def test_labelled_rows_are_scored_and_a_frame_is_rows(names):
     assert [row["idx"] for row in found.rows] == [0, 1]
     right = [row["prediction"] for row in found.rows] == ["good", "bad"]
     assert (found.scores["metrics"]["accuracy"]["value"] == 100.0) == right
+    gaps = [rows[0] | {"n": 1.0}, {"text": "Bad."}]  # pandas has NaN there
+    assert deberta_ds.predict(names["FINETUNED"], pandas.DataFrame(gaps)).scores["unlabelled"] == 1
     assert deberta_ds.predict(names["FINETUNED"], [{"text": "x"}]).scores is None
     odd = deberta_ds.predict(names["FINETUNED"], [{"text": 1.5}, {"text": "x"}], max_bad=1)
     assert odd.rows[0]["error"].startswith("rows:1: ") and "prediction" in odd.rows[1]
@@ -121,9 +125,26 @@ def test_labelled_rows_are_scored_and_a_frame_is_rows(names):
         deberta_ds.predict(names["FINETUNED"], [{"text": 1.5}, {"text": 2.5}])
 
 
+def test_an_answer_may_hold_what_python_takes_for_the_end_of_a_line(process_group, tmp_path):
+    rows = [{"q": f"Who {n}?", "c": "one\u2028\x85man", "a": "one\u2028\x85man"} for n in (1, 2)]
+    write_lines(tmp_path / "t.jsonl", rows)
+    (tmp_path / "t.toml").write_text('name = "t"\nkind = "spans"\ntexts = ["q", "c"]\n'
+                                     'label = "a"\ntrain = "t.jsonl"\n')
+    save_random(tmp_path / "model", load_own_task(tmp_path / "t.toml")[0])
+    found = deberta_ds.predict(tmp_path / "model", rows).rows
+    assert all(row["prediction"] == rows[0]["c"][row["start"]:row["end"]] for row in found)
+    assert "\u2028" in found[0]["prediction"]
+
+
 def test_mistakes_are_one_error(names):
     with pytest.raises(UserError, match=r"no option seedz"):
         deberta_ds.finetune(names["TASK"], names["MODEL"], names["OUT"], seedz=2)
+    with pytest.raises(UserError, match=r"seeds = 0: must be at least 1"):
+        deberta_ds.finetune(names["TASK"], names["MODEL"], names["OUT"], seeds=0)
+    with pytest.raises(UserError, match=r"CB.epochs: CB is none of the tasks of this run, mood"):
+        deberta_ds.finetune(names["TASK"], names["MODEL"], names["OUT"], settings={"CB.epochs": 2})
+    with pytest.raises(UserError, match=r"batch_size = 0: must be at least 1"):
+        deberta_ds.predict(names["FINETUNED"], [{"text": "x"}], batch_size=0)
     with pytest.raises(UserError, match="pooling"):
         deberta_ds.load(names["MODEL"]).encode("x", pooling="max")
     with pytest.raises(UserError, match=r"train\.step.*did you mean"):

@@ -5,13 +5,23 @@ import json
 
 import pytest
 import torch
-from superglue_helpers import SHAPES, predict, sample, saved_model, tiny_start, write_lines
+from data_helpers import run_main
+from superglue_helpers import (
+    SAMPLE,
+    SHAPES,
+    predict,
+    sample,
+    saved_model,
+    tiny_start,
+    write_lines,
+)
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import heads
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.models import build_model, open_start, start_from
+from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import task_named
@@ -88,6 +98,26 @@ def test_transformers_classifies_as_we_do_from_the_texts_alone(tmp_path, shape):
     torch.testing.assert_close(found, scores, rtol=1e-5, atol=1e-5)
     assert theirs.config.id2label == {0: "contradiction", 1: "neutral", 2: "entailment"}
     assert theirs.config.problem_type == "single_label_classification"
+
+
+@pytest.mark.parametrize("name", ["MultiRC", "ReCoRD"])
+def test_a_line_with_several_examples_is_not_one_without_a_label(process_group, tmp_path, name):
+    """There were "-4 more without a label"; and preds-0.1 and preds-0.2 shared a file of scores."""
+    saved_model(tmp_path, name)
+    out = tmp_path / "preds-0.1"
+    predict_file(load_finetuned(tmp_path), SAMPLE / name / "val.jsonl", out, torch.device("cpu"),
+                 global_batch_size=8, max_length=256)
+    assert json.loads((tmp_path / "preds-0.1.scores.json").read_text())["unlabelled"] == 0
+
+
+@pytest.mark.parametrize(("name", "how", "message"), [
+    ("WSC", "second", "it has one text"), ("COPA", "windows_mean", "compares whole texts")])
+def test_a_truncation_that_a_task_has_not_is_refused_by_predict_too(tmp_path, name, how, message):
+    """It was "list index out of range"."""
+    saved_model(tmp_path, name)
+    with pytest.raises(UserError, match=message):
+        run_main("launch/predict.py", "--model", tmp_path, "--data", SAMPLE / name / "val.jsonl",
+                 "--out", tmp_path / "out.jsonl", "--truncation", how)
 
 
 def test_rows_longer_than_the_absolute_positions_are_named_when_a_file_is_predicted(tmp_path):

@@ -291,6 +291,13 @@ def test_a_directory_of_the_tasks_own_name_does_not_stand_for_its_tables(tmp_pat
         read_split(task, ".", "test")
 
 
+def test_a_directory_may_have_the_marks_of_a_pattern(tmp_path):
+    directory = tmp_path / "run[1]"
+    path = write_task(directory, "classification", rows_of("classification", 8))
+    path.write_text(path.read_text().replace("train.jsonl", "tr*.jsonl"))
+    assert len(load_own_task(path)[0].labels) == 2
+
+
 def test_a_small_regression_keeps_its_digits():
     """Predictions were rounded to four decimals, as nobody asked."""
     task = dataclasses.replace(task_named("RTE"), head="regress", labels=("score",))

@@ -111,6 +111,15 @@ def test_a_number_that_an_option_does_not_take_is_told_its_rule(capsys, kind, va
     assert f"error: argument --size: {value} is not {rule}\n" in capsys.readouterr().err
 
 
+def test_an_option_with_several_values_may_be_given_twice():
+    """take_down.py --document A --document B left A in the corpus."""
+    for path in PYTHON + [ROOT / "deberta_ds/finetuning/options.py"]:
+        for options in re.findall(r'"--[^()]*nargs="\+"[^()]*', path.read_text()):
+            has_default = re.search(r"default=\[[^]]", options)
+            assert path.parent.name not in ("launch", "data_prep", "finetuning") or has_default \
+                or 'action="extend"' in options, (path, options)
+
+
 def test_the_walk_finds_the_scripts():
     names = {name(path) for path in PYTHON + SHELL}
     assert {"launch/demo.py", "launch/pretrain.py", "data_prep/pack.py",
