@@ -35,6 +35,8 @@ def main() -> None:
     args, overrides = parser.parse_known_args()
     if (args.corpus is None) == (args.config is None):
         parser.error("name either a packed corpus or a run file with --config")
+    if args.config and (args.tokenizer or args.seq_len):
+        parser.error("a run file has its own tokenizer and seq_len: --data.seq_len=N, say")
     if args.corpus and not (args.tokenizer and args.seq_len):
         parser.error("a corpus needs --tokenizer and --seq_len; a run file has them")
 

@@ -36,8 +36,8 @@ def main() -> None:
                         help="a SentencePiece model, tokenizer.json, vocab.json next to "
                         "merges.txt, vocab.txt, or a directory with one of them")
     parser.add_argument("--heldout_out", help="directory for a held-out corpus (optional)")
-    parser.add_argument("--heldout_share", type=share, default=0.01,
-                        help="share of documents held out, by a hash of their text")
+    parser.add_argument("--heldout_share", type=share,
+                        help="share of documents held out, by a hash of their text (default: 0.01)")
     parser.add_argument("--drop_heldout", action="store_true",
                         help="drop the documents that --heldout_share would hold out. Use it for "
                         "the other corpora of a mixture, so that no copies stay there")
@@ -49,6 +49,9 @@ def main() -> None:
                         "inputs")
     add_job_options(parser)
     args = parser.parse_args()
+    if args.heldout_share and not (args.heldout_out or args.drop_heldout):
+        parser.error("--heldout_share holds nothing out without --heldout_out or --drop_heldout")
+    args.heldout_share = args.heldout_share or 0.01
 
     from deberta_ds.base.numbers import counted
     from deberta_ds.corpus.encode import left_out

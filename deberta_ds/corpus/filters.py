@@ -198,11 +198,13 @@ def try_filters(planned: list[list[Extent]], out: str | Path, rules: FilterRules
 
 
 def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules, tokenizer: str) -> dict:
-    """Return the tally of one work unit; unreadable documents are not judged."""
+    """Return the tally of one work unit; what cannot be read is dropped as such."""
     filters, tally = filters_of(rules), Tally(rules.examples)
     counter = Tokenizer(tokenizer) if tokenizer else None
     for document in read_unit(unit, read):
-        if not document.problem:
+        if document.problem:
+            tally.add(document, Verdict("", "unreadable (verify.py says why)"))
+        else:
             tally.add(document, filters(document),
                       token_count(counter, document.text) if counter else 0)
     return asdict(tally)

@@ -177,6 +177,8 @@ def _faults(own: OwnTask) -> Iterator[str]:
             own.labels or len(own.label) < 2 or own.kind != "multilabel"):
         yield ('label = [...] names two columns or more, which are the labels, for kind = '
                '"multilabel" only; leave labels out')
+    if own.val and own.val_share != 0.1:
+        yield "val_share is a share of train, where there is no val; leave one of them out"
     if own.ignore_labels and own.kind in ("tags", "spans") and own.ignore_labels != ("",):
         yield f'ignore_labels of kind = "{own.kind}" can only be [""], rows without a label'
     if 0 in own.columns.values():

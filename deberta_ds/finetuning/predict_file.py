@@ -170,7 +170,8 @@ def _lines(task: Task, block: Sequence[Row], first: int, keep: Sequence[str], ba
     for part in found:
         by_place.setdefault(part[0].place, []).append(part)
     for number, (place, row) in enumerate(block, start=first):
-        kept = {name: row[name] for name in keep} if isinstance(row, dict) else {}
+        kept = {name: None if row[name] != row[name] else row[name]  # JSON has no NaN
+                for name in keep} if isinstance(row, dict) else {}
         if place in bad.errors:
             yield {"idx": number, **kept, "error": bad.errors[place].partition("\n")[0]}
             continue

@@ -252,6 +252,25 @@ def test_an_output_lies_outside_of_the_inputs(tmp_path):
             CorpusRecipe(name="a", inputs=(str(tmp_path / "in"),)),)))
 
 
+def test_options_that_would_do_nothing_are_refused(tmp_path, capsys):
+    path = written(tmp_path / "text.jsonl", random_documents(4))
+    with pytest.raises(SystemExit):
+        run_main("data_prep/tokenize_corpus.py", path, "--tokenizer", tokenizer_path(),
+                 "--out", tmp_path / "out", "--heldout_share", "0.5")
+    assert "holds nothing out without --heldout_out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_main("data_prep/show.py", "--config", "launch/runs/v3_base.toml", "--seq_len", 64)
+    assert "a run file has its own tokenizer and seq_len" in capsys.readouterr().err
+
+
+def test_documents_without_the_named_text_are_no_clean_ones(tmp_path):
+    """filter.py said "0 documents dropped" of a corpus that it could not read."""
+    path = written(tmp_path / "text.jsonl", random_documents(4))
+    said = run_main("data_prep/filter.py", path, "--filters", "data_prep/filters/web_en.toml",
+                    "--text_key", "body", "--out", tmp_path / "out", "--workers", 1)
+    assert "4 of 4 documents (100.0%)" in said and "unreadable (verify.py says why)" in said
+
+
 def test_symbols_may_have_a_byte_order_mark(tmp_path):
     (tmp_path / "symbols").write_text("zork\nfrob\n", "utf-8-sig")
     assert read_symbols(tmp_path / "symbols") == ["zork", "frob"]

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from data_helpers import run_main
@@ -108,6 +110,15 @@ def test_a_line_with_several_examples_is_not_one_without_a_label(process_group, 
     predict_file(load_finetuned(tmp_path), SAMPLE / name / "val.jsonl", out, torch.device("cpu"),
                  global_batch_size=8, max_length=256)
     assert json.loads((tmp_path / "preds-0.1.scores.json").read_text())["unlabelled"] == 0
+
+
+def test_a_kept_column_may_have_a_nan(process_group, tmp_path):
+    saved_model(tmp_path / "model", "CB")
+    table = pa.table({"premise": ["a"], "hypothesis": ["b"], "size": [float("nan")]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    lines = predict(load_finetuned(tmp_path / "model"), tmp_path / "t.parquet",
+                    tmp_path / "out.jsonl", keep=["size"])
+    assert lines[0]["size"] is None  # NaN is no JSON
 
 
 @pytest.mark.parametrize(("name", "how", "message"), [

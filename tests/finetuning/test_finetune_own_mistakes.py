@@ -34,6 +34,7 @@ MISTAKES = [
     ({"kind": "regression"}, "must be a number|finite number"),
     ({"name": "RTE"}, "not a benchmark's task"),
     ({"val_share": 1.5}, "val_share = 1.5: must be below 1"),
+    ({"val_share": 0.2}, "val_share is a share of train, where there is no val; leave one"),
     ({"kind": "spans", "texts": ["words"]}, "texts must name two columns, the question and the"),
     ({"kind": "spans", "texts": ["extra", "words"]}, "'thing' is nowhere in field \"words\""),
     ({"start": "at"}, 'start is for kind = "spans" only'),
