@@ -163,6 +163,9 @@ def _faults(own: OwnTask) -> Iterator[str]:
         if name in _TAKEN:
             yield (f"the column {name!r} cannot be a text or an answer or the group: a row has its "
                    f"{', '.join(_TAKEN)} under these names; rename the column")
+    labels = (own.label,) if isinstance(own.label, str) else own.label
+    if read := [name for name in labels if name in (*own.texts, *own.choices)]:
+        yield f"label = {read[0]!r}: is a text, too, from which the model would read it off"
     taken = (own.name, "train", "val", "test")
     for name, table in own.tests.items():
         if not _is_name(name) or name in taken or not table:

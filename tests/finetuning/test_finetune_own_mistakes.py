@@ -34,6 +34,7 @@ MISTAKES = [
     ({"kind": "regression"}, "must be a number|finite number"),
     ({"name": "RTE"}, "not a benchmark's task"),
     ({"val_share": 1.5}, "val_share = 1.5: must be below 1"),
+    ({"label": "words"}, "label = 'words': is a text, too, from which the model would read it"),
     ({"val_share": 0.2}, "val_share is a share of train, where there is no val; leave one"),
     ({"kind": "spans", "texts": ["words"]}, "texts must name two columns, the question and the"),
     ({"kind": "spans", "texts": ["extra", "words"]}, "'thing' is nowhere in field \"words\""),
