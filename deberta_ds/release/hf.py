@@ -158,7 +158,7 @@ def split_tensors(network: Network, kind: str, head: str
 
 
 # Upload an exported directory to the Hugging Face Hub, by huggingface_hub and its log-in.
-PRIVATE_FILES = ["conversion.json"]  # names paths of this machine
+PRIVATE_FILES = ("conversion.json",)  # names paths of this machine
 
 
 def check_repository(name: str) -> None:
@@ -184,7 +184,7 @@ def push(directory: Path, repository: str, private: bool = False) -> str:
     try:
         api.create_repo(repository, private=private or None, exist_ok=True)
         info = api.upload_folder(repo_id=repository, folder_path=directory,
-                                 ignore_patterns=PRIVATE_FILES,
+                                 ignore_patterns=list(PRIVATE_FILES),  # it adds its own
                                  commit_message="Upload a model exported by deberta_ds")
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, RuntimeError, ValueError) as error:
         # The library wraps what is said of a large file: RuntimeError, or ValueError of a batch.

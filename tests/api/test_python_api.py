@@ -126,11 +126,12 @@ def test_labelled_rows_are_scored_and_a_frame_is_rows(names):
 
 
 def test_an_answer_may_hold_what_python_takes_for_the_end_of_a_line(process_group, tmp_path):
-    rows = [{"q": f"Who {n}?", "c": "one\u2028\x85man", "a": "one\u2028\x85man"} for n in (1, 2)]
+    text = "\u2028\x85".join("the quick brown fox of a row holds whole pieces".split())
+    rows = [{"q": f"Who {n}?", "c": text, "a": text} for n in (1, 2)]
     write_lines(tmp_path / "t.jsonl", rows)
     (tmp_path / "t.toml").write_text('name = "t"\nkind = "spans"\ntexts = ["q", "c"]\n'
                                      'label = "a"\ntrain = "t.jsonl"\n')
-    save_random(tmp_path / "model", load_own_task(tmp_path / "t.toml")[0])
+    save_random(tmp_path / "model", load_own_task(tmp_path / "t.toml")[0], std=0.2)
     found = deberta_ds.predict(tmp_path / "model", rows).rows
     assert all(row["prediction"] == rows[0]["c"][row["start"]:row["end"]] for row in found)
     assert "\u2028" in found[0]["prediction"]
