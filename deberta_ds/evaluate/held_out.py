@@ -4,6 +4,7 @@ The same rows, masks and samples for every checkpoint and world size, dropout of
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
     under ZeRO-3 every rank must take part in every forward. Raises UserError, on every rank, where
     no token is masked.
     """
-    batches = _batches(rows, micro_batch_size)
+    batches = list(_batches(rows, micro_batch_size))
     turns = math.ceil(len(batches) / dist.world_size())
     normalizers = dict.fromkeys(("targets", "tokens"), torch.ones((), device=device))
     parts: dict[str, _Part] = {name: _Part() for name in rows}
@@ -57,9 +58,10 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
         lambda: None if gathered is None else _scores(objective, gathered, rows, metrics)))
 
 
-def _batches(rows: dict[str, list[Row]], size: int) -> list[tuple[str, Batch]]:
-    return [(name, collate(found[start:start + size]))
-            for name, found in rows.items() for start in range(0, len(found), size)]
+def _batches(rows: dict[str, list[Row]], size: int) -> Iterator[tuple[str, Batch]]:
+    for name, found in rows.items():
+        for start in range(0, len(found), size):
+            yield name, collate(found[start:start + size])
 
 
 @dataclass

@@ -129,9 +129,9 @@ class _Encoder:
             cut += lost
         label, slot_labels = self.labels(example)
         inner, lost = self.tokenless(example) if self.task.head == "tags" else ((), ())
-        unlearned = {*inner, *lost}
-        slot_labels = tuple(-1.0 if slot in unlearned else value
-                            for slot, value in enumerate(slot_labels))
+        if unlearned := {*inner, *lost}:
+            slot_labels = tuple(-1.0 if slot in unlearned else value
+                                for slot, value in enumerate(slot_labels))
         return Feature(
             position=position, sequences=tuple(sequences), spans=tuple(map(shared, spans)),
             num_slots=len(example.spans), label=label,
