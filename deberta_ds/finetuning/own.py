@@ -137,10 +137,10 @@ def load_own_task(path: str | Path) -> tuple[Task, str]:
 
 def _found_from(directory: Path, name: str) -> str:
     """Return where a table or a pattern lies; the directory's own [ or * is no pattern."""
-    place = os.path.normpath(directory / name)
-    is_pattern = glob.has_magic(name) and not os.path.exists(place)
-    return os.path.normpath(glob.escape(str(directory)) + "/" + name) if is_pattern and \
-        not os.path.isabs(name) else place
+    place = os.path.join(directory, name)
+    if glob.has_magic(name) and not os.path.exists(place):
+        place = os.path.join(glob.escape(str(directory)), name)
+    return os.path.normpath(place)
 
 
 def _faults(own: OwnTask) -> Iterator[str]:

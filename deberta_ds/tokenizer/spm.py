@@ -73,7 +73,8 @@ class SentencePieceEngine:
                 self.sha256 = hashlib.sha256(known.encode()).hexdigest()
         self.normalizes_itself = proto.normalizer_spec.name != RULES_NAME
         check_settings(settings, self.pieces, self.roles, path)
-        self._processor, self._path, self.official_piece = processor, path, self.pieces.__getitem__
+        self._processor, self._path = processor, path
+        self.official_piece = self.pieces.__getitem__
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
 
