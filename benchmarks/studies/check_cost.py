@@ -23,8 +23,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from launching import make_run  # noqa: E402
-from measure import environment  # noqa: E402
 
+from benchmarks.measure import environment  # noqa: E402
 from deberta_ds.base.files import write_atomic  # noqa: E402
 from deberta_ds.cluster import dist  # noqa: E402
 from deberta_ds.cluster.watchdog import TICKS, Watchdog  # noqa: E402
