@@ -1,9 +1,10 @@
 """The share of a card's peak that a run is expected to reach, where nobody has measured it.
 
 GPUs: the price of a step of 16,384 tokens on an H100, operator by operator (benchmarks/
-step_cost.py; `python -m benchmarks.studies.mfu_table`); no run on a GPU is behind it. What a step
-takes beyond its matmuls is taken to grow with a card's peak by the bandwidth of its memory: from
-256 wide on 1 to 13 % below the same prices for an A100. CPU: docs/evidence/performance.md.
+step_cost.py; `python -m benchmarks.studies.mfu_table`), times what a run on one reached of it.
+What a step takes beyond its matmuls is taken to grow with a card's peak by the bandwidth of its
+memory: from 256 wide on 1 to 13 % below the same prices for an A100. CPU: docs/evidence/
+performance.md.
 """
 
 import numpy as np
@@ -17,7 +18,8 @@ _MATMULS = 0.65  # of the peak, step_cost's PRODUCT_SHARE: what no step exceeds
 _WIDTHS, _LENGTHS = (128, 256, 384, 768, 1024, 1536), (128, 512, 2048)
 _H100 = ((.062, .074, .067), (.166, .131, .092), (.230, .196, .119), (.343, .292, .179),
          (.382, .316, .187), (.424, .363, .227))  # by width, then length
-_LAUNCH_SECONDS = 4.4e-4  # of the host, for a layer's kernels: 8 ms for the 18 of v3-base
+_REACHED = 0.52  # of the price: RTD v3-base, 64 x 512 (benchmarks/results/first_contact-h100.txt)
+_LAUNCH_SECONDS = 1e-2  # of the host, for a layer's kernels: 155 ms for 12 x 192, Muon, there
 _CPU = {"fp32": (.45, .73), "bf16": (.25, .64)}  # 128 and 384 wide
 
 
@@ -38,5 +40,5 @@ def expected_mfu(run: RunConfig, gpu: Gpu, ds: dict) -> float:
     objective = objective_of(run)
     layers = sum(one.num_layers for one in objective.encoders(run).values())
     flops = run.train.micro_batch_size * run.data.seq_len * objective.flops_per_token(run)
-    return min(1 / (1 / _MATMULS + (1 / priced - 1 / _MATMULS) * starved),
+    return min(_REACHED / (1 / _MATMULS + (1 / priced - 1 / _MATMULS) * starved),
                flops / (peak * layers * _LAUNCH_SECONDS))
