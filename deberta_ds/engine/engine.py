@@ -15,7 +15,9 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -43,6 +45,10 @@ from deberta_ds.tracking import log
 WAIT_SECONDS = 20.0  # for other ranks, before it is said
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
+# DeepSpeed asks every optimizer whether it is DeepSpeed's Muon (ours is another, see `muon`).
+# Importing that loads torch's compiler, over a second of processor time in each rank's start.
+with patch.object(deepspeed.runtime.compiler, "compile", lambda: lambda function: function):
+    import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def prepare_rank() -> torch.device:
