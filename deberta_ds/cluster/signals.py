@@ -97,6 +97,18 @@ def listen() -> StopRequest:
     return request
 
 
+def listen_again() -> None:
+    """Put this process's handlers in their places again; main thread only, once a step.
+
+    Triton's compiler takes them over where it first compiles a kernel. Its handlers are gone for a
+    moment after a signal, so the second of two (`timeout` and launchers send to the process and
+    to its group) would end it unsaved.
+    """
+    for number in _SIGNALS:
+        if (handler := signal.getsignal(number)) is not None:  # None: not Python's
+            signal.signal(number, handler)
+
+
 @contextmanager
 def handlers_kept() -> Iterator[None]:
     """Put the handlers of signals back after the block, in which `listen` may be called."""

@@ -124,6 +124,7 @@ class Trainer:
             with self.meters.work.loading():
                 progress = journal.step / max(1, train.steps - 1)
                 micro = [replace(batch, run_fraction=progress) for batch in next(batches)]
+            signals.listen_again()
             result = train_step(self.engine, micro, step=journal.step, seed=train.seed,
                                 ceiling=self.bad_steps.spikes.ceiling(),
                                 request=bool(self.stop_request or self.log.problem),

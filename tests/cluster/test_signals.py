@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
-from launching import ENVIRONMENT
+from launching import ENVIRONMENT, ROOT
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import lock, process, signals
@@ -51,6 +51,40 @@ def test_a_signal_is_a_request(number):
     child.send_signal(number)
     out, err = child.communicate(timeout=60)
     assert out == f"{number.name}\n" and f"asked to stop by {number.name}" in err
+
+
+COMPILER = """
+import ctypes
+import signal
+import fused_compile
+from deberta_ds.cluster import signals
+
+def gone_after_one(number):
+    action = ctypes.create_string_buffer(160)  # handler, mask of 128 bytes, flags
+    ctypes.CDLL(None).sigaction(number, None, action)
+    return bool(int.from_bytes(action[136:140], "little") & 0x80000000)  # SA_RESETHAND
+
+numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+request = signals.listen()
+fused_compile.compile_kernel("bias", 90, 64, 512, False, True)
+print(*map(gone_after_one, numbers))
+signals.listen_again()
+print(*map(gone_after_one, numbers))
+signal.raise_signal(signal.SIGTERM)
+signal.raise_signal(signal.SIGTERM)
+while not request:
+    pass
+"""
+
+
+def test_two_signals_at_once_are_a_request_after_triton_compiled(tmp_path):
+    """On a GPU `timeout` ended runs unsaved: it sends to the process and to its group."""
+    environ = ENVIRONMENT | {"TRITON_CACHE_DIR": str(tmp_path),
+                             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/workers'}"}
+    done = subprocess.run([sys.executable, "-c", COMPILER], env=environ, text=True,
+                          capture_output=True, timeout=120)
+    assert done.stdout.splitlines() == ["True True True", "False False False"], done.stderr[-2000:]
+    assert done.returncode == 0
 
 
 def test_a_second_ctrl_c_ends_a_rank_that_hangs_in_c():
