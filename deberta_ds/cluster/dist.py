@@ -36,8 +36,9 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
-    if is_distributed():
-        torch_dist.barrier()
+    if is_distributed():  # NCCL warns where it must guess the device
+        on_gpu = torch_dist.get_backend() == "nccl"
+        torch_dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ def destroy() -> None:
     """Leave the process group, all ranks together."""
     global _left_gloo
     if is_distributed():
-        torch_dist.barrier()
+        barrier()
         _left_gloo = has_gloo_threads()
         torch_dist.destroy_process_group()
 
