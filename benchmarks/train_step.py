@@ -231,8 +231,9 @@ def _measure_group(options, group, arguments: tuple, result: dict) -> None:
     if options.device == "cuda":
         result.setdefault("peak_bytes", {})[group[0]] = torch.cuda.max_memory_allocated()
     if options.profile and "ours" in group:
-        result["profile"] = {kind: profile(steps[f"ours, {kind}"], options.device)
-                             for kind in kinds_of(options.device)}
+        ways = {"": options.device} | ({", on the host": "cpu"} if options.device == "cuda" else {})
+        result["profile"] = {kind + suffix: profile(steps[f"ours, {kind}"], way)
+                             for kind in kinds_of(options.device) for suffix, way in ways.items()}
 
 
 def _build_steps(options, group: list[str], arguments: tuple) -> dict[str, Callable]:
@@ -275,7 +276,7 @@ def _seconds_apart(name: str) -> float:
 
 
 def profile(step, device: str) -> list[dict]:
-    """Return the kernels (on the CPU: operators) that take the most time of one step."""
+    """Return the kernels (on the CPU, or a GPU's host: operators) that take most of one step."""
     activity = torch.profiler.ProfilerActivity
     chosen = activity.CUDA if device == "cuda" else activity.CPU
     with torch.profiler.profile(activities=[chosen]) as profiler:
@@ -337,7 +338,8 @@ def main() -> None:
                         help="on a CPU: give the peers our setting of malloc")
     parser.add_argument("--stored", action="store_true",
                         help="rtd: also the discriminator alone, with stored replacements")
-    parser.add_argument("--profile", action="store_true", help="list the slowest kernels of ours")
+    parser.add_argument("--profile", action="store_true",
+                        help="list the slowest kernels of ours, and what the host does longest")
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
