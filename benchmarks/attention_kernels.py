@@ -30,13 +30,13 @@ VARIANTS = {"fused": partial(fused_path, keep_terms=True), "dense": dense_attent
 HEADS, SIZE, CALLS, LINES = 12, 64, 10, 16
 
 
-def layer(attention: Callable[..., Tensor], problem: Problem) -> None:
-    """Run attention forward and backward."""
+def layer(attention: Callable[..., Tensor], problem: Problem) -> list[Tensor]:
+    """Run attention forward and backward; return the context and all gradients."""
     batch, _, length, _ = problem.q_BHLD.shape
     segments = torch.ones(batch, length, dtype=torch.int32, device=problem.device)
     context = attention(*problem.leaves, geometry=GEOMETRY, segments_BL=segments,
                         query_positions_BQ=None, dropout=problem.dropout, seed=1)
-    torch.autograd.grad(context, problem.leaves, problem.grad_BLHD)
+    return [context, *torch.autograd.grad(context, problem.leaves, problem.grad_BLHD)]
 
 
 def expected(attention: Callable[..., Tensor], shape: tuple[int, int], card: Card
@@ -59,6 +59,11 @@ def measured(attention: Callable[..., Tensor], shape: tuple[int, int]) -> Counte
     problem = make_problem(*shape, HEADS, SIZE, torch.bfloat16, "cuda", ATTENTION_DROPOUT)
     for _ in range(3):
         layer(attention, problem)
+    return kernel_seconds(attention, problem)
+
+
+def kernel_seconds(attention: Callable[..., Tensor], problem: Problem) -> Counter[str]:
+    """Return the seconds of each kernel of one layer that has run before."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(CALLS):

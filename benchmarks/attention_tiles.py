@@ -14,18 +14,25 @@ import multiprocessing
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.attention_kernels import ATTENTION_DROPOUT, CALLS, HEADS, SHAPES, SIZE
+from benchmarks.attention_kernels import (
+    ATTENTION_DROPOUT,
+    HEADS,
+    SHAPES,
+    SIZE,
+    VARIANTS,
+    kernel_seconds,
+    layer,
+)
 from benchmarks.measure import save
 from benchmarks.peers import GEOMETRY, Problem, make_problem
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.cluster.driver import count_gpus
 from deberta_ds.model.attention.geometry import make_band
-from deberta_ds.model.kernels.attention import fused_path, ops
+from deberta_ds.model.kernels.attention import ops
 
-WORKERS = 14
+WORKERS, MOST_ERROR = 14, 1e-2
+FUSED = VARIANTS["fused"]
 KERNELS = {"forward": "forward_kernel", "key": "key_kernel", "query": "query_kernel",
            "bias": "bias_kernel", "rows": "row_gradient_kernel", "table": "table_gradient_kernel"}
 FLASH = ("forward", "key", "query")
@@ -48,26 +55,23 @@ CANDIDATES = {
               (128, 64, 8, 3), (32, 128, 4, 3), (64, 128, 4, 3), (128, 128, 8, 2), (32, 64, 4, 4)]}
 
 
-def use(kernel: str, tile: tuple[int, ...] | None) -> None:
-    """Give one kernel a tile; None: the table's own, of all."""
-    ops.choose_tile.cache_clear()
-    ops.choose_product_tile.cache_clear()
-    ops.tile_table.cache_clear()
-    if tile is None:
-        return
+def use_own_tiles() -> None:
+    """Give all kernels the tiles of the table."""
+    for cached in (ops.choose_tile, ops.choose_product_tile, ops.tile_table):
+        cached.cache_clear()
+
+
+def use(kernel: str, tile: tuple[int, ...]) -> None:
+    """Give one kernel a tile, the others those of the table."""
+    use_own_tiles()
     table = ops.tile_table()  # kept until the next call
     sizes = table[ops._architecture(torch.cuda.get_device_capability())][str(SIZE)]
     for place in (sizes["short"], sizes["long"]) if kernel in FLASH else (sizes,):
         place[kernel] = list(tile)
 
 
-def layer(problem: Problem) -> list[Tensor]:
-    """Run attention forward and backward; return all results."""
-    batch, _, length, _ = problem.q_BHLD.shape
-    segments = torch.ones(batch, length, dtype=torch.int32, device=problem.device)
-    context = fused_path(*problem.leaves, geometry=GEOMETRY, segments_BL=segments,
-                         query_positions_BQ=None, dropout=problem.dropout, seed=1, keep_terms=True)
-    return [context, *torch.autograd.grad(context, problem.leaves, problem.grad_BLHD)]
+def layer_of(rows: int, length: int) -> Problem:
+    return make_problem(rows, length, HEADS, SIZE, torch.bfloat16, "cuda", ATTENTION_DROPOUT)
 
 
 def compile_one(job: tuple[str, tuple[int, ...]], shapes: list[tuple[int, int]]) -> str:
@@ -75,26 +79,38 @@ def compile_one(job: tuple[str, tuple[int, ...]], shapes: list[tuple[int, int]])
     try:
         use(*job)
         for _, length in shapes:
-            layer(make_problem(1, length, HEADS, SIZE, torch.bfloat16, "cuda", ATTENTION_DROPOUT))
+            layer(FUSED, layer_of(1, length))
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, a fault: another tile may still run
         return f"{type(error).__name__}: {str(error)[:150]}"
     return ""
 
 
-def timed(problem: Problem, kernel: str, truth: list[Tensor]) -> tuple[float, float]:
-    """Return the seconds of one kernel in a layer, and the largest relative error of results."""
-    found = layer(problem)
-    error = max(float((a.float() - b.float()).norm() / b.float().norm())
-                for a, b in zip(found, truth, strict=True))
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(CALLS):
-            layer(problem)
-        torch.cuda.synchronize()
-    seconds = sum(event.self_device_time_total for event in profiler.key_averages()
-                  if event.key == KERNELS[kernel])
-    return seconds / CALLS / 1e6, error
+def own_tile(kernel: str, length: int) -> tuple[int, ...]:
+    """Return the table's tile of a kernel."""
+    use_own_tiles()
+    capability = torch.cuda.get_device_capability()
+    if kernel in FLASH:
+        far = make_band(GEOMETRY.reach, length).far
+        return tuple(ops.choose_tile(capability, SIZE, length, kernel, False, far))
+    return tuple(ops.choose_product_tile(capability, SIZE, kernel))
+
+
+def timed(problem: Problem, kernel: str, tiles: list[tuple[int, ...]]) -> list[dict]:
+    """Return the tiles of one kernel with its seconds in a layer, the fastest first.
+
+    error: of all results, against those of the table's tiles.
+    """
+    use_own_tiles()
+    truth, found = layer(FUSED, problem), []
+    for tile in tiles:
+        use(kernel, tile)
+        error = max(float((a.float() - b.float()).norm() / b.float().norm())
+                    for a, b in zip(layer(FUSED, problem), truth, strict=True))
+        seconds = kernel_seconds(FUSED, problem)[KERNELS[kernel]]
+        if seconds:  # short rows have no query kernel
+            found.append({"kernel": kernel, "tile": tile, "seconds": seconds, "error": error})
+    return sorted(found, key=lambda row: row["seconds"])
 
 
 def main() -> None:
@@ -108,42 +124,26 @@ def main() -> None:
     shapes = [(int(rows), int(length)) for rows, length in (x.split("x") for x in options.shapes)]
     jobs = [(kernel, tile) for kernel in options.kernels for tile in CANDIDATES[kernel]]
     with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        problems = pool.map(partial(compile_one, shapes=shapes), jobs, chunksize=1)
-    results, odd = [], [f"{kernel} {tile}: {problem}" for (kernel, tile), problem
-                        in zip(jobs, problems, strict=True) if problem]
+        faults = pool.map(partial(compile_one, shapes=shapes), jobs, chunksize=1)
+    compiled = [job for job, fault in zip(jobs, faults, strict=True) if not fault]
+    results = []
     for shape in shapes:
-        use("", None)
-        problem = make_problem(*shape, HEADS, SIZE, torch.bfloat16, "cuda", ATTENTION_DROPOUT)
-        truth = layer(problem)
+        problem = layer_of(*shape)
         for kernel in options.kernels:
-            own, rows = _own(kernel, shape[1]), []
-            for (of, tile), fault in zip(jobs, problems, strict=True):
-                if of != kernel or fault:
-                    continue
-                use(kernel, tile)
-                seconds, error = timed(problem, kernel, truth)
-                if not seconds:  # short rows have no query kernel
-                    break
-                rows.append((seconds, tile))
-                results.append({"kernel": kernel, "shape": shape, "tile": tile, "error": error,
-                                "seconds": seconds})
-                if error > 1e-2:
-                    odd.append(f"{kernel} {tile} at {shape}: results differ by {error:.1e}")
+            own = own_tile(kernel, shape[1])
+            rows = timed(problem, kernel, [tile for of, tile in compiled if of == kernel])
+            results += [row | {"shape": shape} for row in rows]
             print(f"{kernel}, {shape[0]} x {shape[1]}, ms: " + ", ".join(
-                f"{'*' if tile == own else ''}{tile} {1e3 * seconds:.3f}"
-                for seconds, tile in sorted(rows)), flush=True)
-    print(*odd, sep="\n")
+                f"{'*' if row['tile'] == own else ''}{row['tile']} {1e3 * row['seconds']:.3f}"
+                for row in rows), flush=True)
+    for (kernel, tile), fault in zip(jobs, faults, strict=True):
+        if fault:
+            print(f"{kernel} {tile}: {fault}")
+    for row in results:
+        if not row["error"] <= MOST_ERROR:
+            print(f"{row['kernel']} {row['tile']} at {row['shape']}: results differ by "
+                  f"{row['error']:.1e}")
     print("wrote", save("attention_tiles", "cuda", results))
-
-
-def _own(kernel: str, length: int) -> tuple[int, ...]:
-    """Return the table's tile of a kernel."""
-    use("", None)
-    capability = torch.cuda.get_device_capability()
-    if kernel in FLASH:
-        far = make_band(GEOMETRY.reach, length).far
-        return tuple(ops.choose_tile(capability, SIZE, length, kernel, False, far))
-    return tuple(ops.choose_product_tile(capability, SIZE, kernel))
 
 
 if __name__ == "__main__":
