@@ -48,7 +48,8 @@ OPTIMIZER_BYTES = 74  # a parameter, of a ZeRO-1 step in bf16 on one GPU
 ATTENTION_DROPOUT = 0.1
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
         "_unsafe_view", "lift_fresh", "resize_"}
-# (instructions of the loop, warps, pairs of a tile) of the sm_90 tiles at head size 64, compiled by
+# (instructions of the loop, warps, pairs of a tile) of sm_90's tiles at head size 64 before an H100
+# chose others (docs/evidence/performance.md, "On a GPU": twice as slow as estimated), compiled by
 # Triton 3.7.1; tests/workers/fused_compile.py shows how to get the machine code. "key" is of rows
 # within the band; "far" are pairs beyond it. Forward tiles take no mask.
 LOOPS = {

@@ -1,4 +1,4 @@
-"""The MFU that the planner assumes: `python -m benchmarks.studies.mfu_table` (minutes, no GPU).
+"""The MFU that the planner starts from: `python -m benchmarks.studies.mfu_table` (minutes, no GPU).
 
 Prints deberta_ds/planner/speed.py's table: steps of 16,384 tokens of models from 128 to 1,536 wide,
 RTD (the widest: masked LM), on an H100 as benchmarks/step_cost.py prices them, with the host's
@@ -9,7 +9,7 @@ to show how far the planner's rule for other cards is from it.
 from benchmarks.step_cost import CARDS, count_step, summarize
 from deberta_ds.config import run_config
 from deberta_ds.planner.gpus import GPUS
-from deberta_ds.planner.speed import expected_mfu
+from deberta_ds.planner.speed import priced_mfu
 
 TOKENS = 16_384
 RUNS = {128: "launch/runs/small_rtd.toml", 256: "launch/runs/small_rtd.toml",
@@ -32,8 +32,7 @@ def priced(hidden: int, length: int) -> dict[str, float]:
     for card in ("h100", "a100"):
         total = summarize(run, count, CARDS[card])["total"]
         found[card] = total["mfu"] * min(1.0, total["seconds"] / total["launch_seconds"])
-    rule = expected_mfu(run, GPUS["a100"], {"bf16": {"enabled": True}})
-    return found | {"a100 by rule": rule}
+    return found | {"a100 by rule": priced_mfu(run, GPUS["a100"], "bf16")}
 
 
 if __name__ == "__main__":

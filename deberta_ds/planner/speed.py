@@ -24,21 +24,30 @@ _CPU = {"fp32": (.45, .73), "bf16": (.25, .64)}  # 128 and 384 wide
 
 
 def expected_mfu(run: RunConfig, gpu: Gpu, ds: dict) -> float:
-    """Return the expected share of the peak; between the table's widths and lengths on a straight
-    line of their logarithms, beyond them as at its edge.
+    """Return the expected share of the peak; between the tables' widths and lengths on a straight
+    line of their logarithms, beyond them as at their edges.
     """
-    width, products = np.log(run.model.hidden_size), ds_config.matmul_precision(ds)
+    products = ds_config.matmul_precision(ds)
     if gpu.is_cpu:
+        width = np.log(run.model.hidden_size)
         return float(np.interp(width, np.log((128, 384)), _CPU.get(products, _CPU["bf16"])))
-    of_widths = [np.interp(np.log(run.data.seq_len), np.log(_LENGTHS), row) for row in _H100]
-    priced = float(np.interp(width, np.log(_WIDTHS), of_widths))
-    h100, peak = GPUS["h100"], gpu.peak(products)
+    peak = gpu.peak(products)
     if peak is None:
-        return priced  # nobody runs that; the plan says what to do
-    starved = (peak / gpu.memory_rate) / (h100.peaks["bf16"] / h100.memory_rate) \
-        if gpu.memory_rate else 1.0
+        return priced_mfu(run, gpu, products)  # nobody runs that; the plan says what to do
     objective = objective_of(run)
     layers = sum(one.num_layers for one in objective.encoders(run).values())
     flops = run.train.micro_batch_size * run.data.seq_len * objective.flops_per_token(run)
-    return min(_REACHED / (1 / _MATMULS + (1 / priced - 1 / _MATMULS) * starved),
-               flops / (peak * layers * _LAUNCH_SECONDS))
+    return min(_REACHED * priced_mfu(run, gpu, products), flops / (peak * layers * _LAUNCH_SECONDS))
+
+
+def priced_mfu(run: RunConfig, gpu: Gpu, products: str) -> float:
+    """Return the share that a step has by its price alone; `products`: the precision of matmuls."""
+    width, peak = np.log(run.model.hidden_size), gpu.peak(products)
+    of_widths = [np.interp(np.log(run.data.seq_len), np.log(_LENGTHS), row) for row in _H100]
+    priced = float(np.interp(width, np.log(_WIDTHS), of_widths))
+    if peak is None:
+        return priced
+    h100 = GPUS["h100"]
+    starved = (peak / gpu.memory_rate) / (h100.peaks["bf16"] / h100.memory_rate) \
+        if gpu.memory_rate else 1.0
+    return 1 / (1 / _MATMULS + (1 / priced - 1 / _MATMULS) * starved)
