@@ -47,7 +47,8 @@ WAIT_SECONDS = 20.0  # for other ranks, before it is said
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
 # DeepSpeed asks every optimizer whether it is DeepSpeed's Muon (ours is another, see `muon`).
 # Importing that loads torch's compiler, over a second of processor time in each rank's start.
-with patch.object(deepspeed.runtime.compiler, "compile", lambda: lambda function: function):
+with patch.object(deepspeed.runtime.compiler, "compile",
+                  lambda *_, **__: lambda function: function):
     import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
