@@ -272,16 +272,18 @@ def check_machine(values: dict, device_type: str, place: str) -> list[str]:
     """Return warnings about what this machine does badly; ConfigError for what it cannot do."""
     if device_type != "cpu":
         return []
-    kind = ds_config.precision(values)
+    kind, better = ds_config.precision(values), f"ds_configs/{cpu.deepspeed_json()}.json"
     if kind == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
-        raise ConfigError(f"{place}: fp16.enabled: this processor has no fp16; use "
-                          "ds_configs/zero1_autocast_cpu.json")
-    if kind == "fp32":
-        return []
-    return [f"WARNING: {kind} weights without a GPU: torch's CPU kernels sum the gradients of "
-            f"norms and embeddings in {kind}, which makes them wrong by up to half at 8,192 tokens "
-            "per micro-batch; use ds_configs/zero1_autocast_cpu.json (fp32 weights, bf16 "
-            "matmuls)"]
+        raise ConfigError(f"{place}: fp16.enabled: this processor has no fp16; use {better}")
+    warned = []
+    if ds_config.matmul_precision(values) == "bf16" and not cpu.has_bf16():
+        warned.append("WARNING: bf16 matmuls on a processor without bf16 units (AVX512-BF16 or "
+                      f"AMX): they can take 60 times as long as in fp32; use {better}")
+    if kind != "fp32":
+        warned.append(f"WARNING: {kind} weights without a GPU: torch's CPU kernels sum the "
+                      f"gradients of norms and embeddings in {kind}, which makes them wrong by up "
+                      f"to half at 8,192 tokens per micro-batch; use {better} (fp32 weights)")
+    return warned
 
 
 def check_engine(engine) -> None:

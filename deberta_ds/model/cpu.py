@@ -83,11 +83,15 @@ def capabilities() -> dict:
     return getattr(torch.cpu, "get_capabilities", dict)()
 
 
+def has_bf16() -> bool:
+    """Return whether this processor has units for bf16 matmuls (AVX512-BF16, AMX)."""
+    found = capabilities()
+    return bool(found.get("amx_bf16") or found.get("avx512_bf16"))
+
+
 def deepspeed_json() -> str:
     """Return which of ds_configs/ suits this processor."""
-    found = capabilities()
-    has_bf16 = found.get("amx_bf16") or found.get("avx512_bf16")
-    return f"zero1_{'autocast_cpu' if has_bf16 else 'fp32'}"
+    return f"zero1_{'autocast_cpu' if has_bf16() else 'fp32'}"
 
 
 def _is_default() -> bool:

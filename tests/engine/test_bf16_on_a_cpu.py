@@ -13,6 +13,7 @@ from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
 from deberta_ds.data.batch import Row, collate
 from deberta_ds.engine import ds_config, engine
+from deberta_ds.model import cpu
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 
@@ -68,11 +69,23 @@ def test_autocast_keeps_the_gradients_that_bf16_weights_lose(gradients):
                                               ("zero1_fp32", False), ("zero1_autocast_cpu", False)])
 def test_16_bit_weights_without_a_gpu_are_warned_of(name, warned, monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    monkeypatch.setattr(cpu, "has_bf16", lambda: True)
     values = ds_config.load(ROOT / f"ds_configs/{name}.json")
     lines = engine.check_machine(values, "cpu", name)
     assert bool(lines) == warned and engine.check_machine(values, "cuda", name) == []
     if warned:
         assert "use ds_configs/zero1_autocast_cpu.json" in lines[0]
+
+
+@pytest.mark.parametrize(("name", "warned"), [("zero1_bf16", True), ("zero1_autocast_cpu", True),
+                                              ("zero1_fp32", False), ("zero2_fp16", False)])
+def test_bf16_matmuls_without_units_for_them_are_warned_of(name, warned, monkeypatch):
+    """A step took a minute instead of four seconds, and nothing said why."""
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    monkeypatch.setattr(cpu, "has_bf16", lambda: False)
+    lines = engine.check_machine(ds_config.load(ROOT / f"ds_configs/{name}.json"), "cpu", name)
+    assert any("without bf16 units" in line for line in lines) == warned
+    assert all("use ds_configs/zero1_fp32.json" in line for line in lines)
 
 
 @pytest.mark.multi
@@ -88,6 +101,7 @@ def test_a_warning_about_the_machine_is_in_the_log_of_a_run(tmp_path):
 def test_fp16_where_the_processor_has_none_is_one_clear_error(monkeypatch):
     """DeepSpeed raised a ValueError on every rank."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: None)  # as DeepSpeed says
+    monkeypatch.setattr(cpu, "has_bf16", lambda: True)
     values = ds_config.load(ROOT / "ds_configs/zero2_fp16.json")
     with pytest.raises(ConfigError, match="fp16.enabled: .* no fp16; use .*zero1_autocast_cpu"):
         engine.check_machine(values, "cpu", "ds.json")
