@@ -5,9 +5,9 @@
 
 Files are named AUTHOR_TITLE_YEAR.txt. Left out are those that are not in the public domain
 everywhere: published in 1930 or later, or by Forster (died in 1970). Writes OUT/train and
-OUT/heldout as UTF-8 and prints the titles with their words. Lines stay as they are, and 47 of the
-82 files wrap their paragraphs at some 75 characters; --sentences joins those and writes one sentence
-a line. Then, as docs/evidence/learning.md, "A masked LM on ten million words", goes on.
+OUT/heldout as UTF-8 and prints the titles with their words. Lines stay as they are, and 45 of the
+82 files wrap their paragraphs at some 75 characters; --sentences joins those and writes one
+sentence a line. Then, as docs/evidence/learning.md, "A masked LM on ten million words", goes on.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _TITLE = re.compile(r"(?:^|[\W_])(?:Mrs?|Dr|St|Messrs|Esq|Capt|Col|Rev|Hon|Prof|
 
 
 def sentences(text: str) -> str:
-    """Return `text` with one sentence a line; lines that are wrapped are joined up to a blank one."""
+    """Return `text` with one sentence a line; wrapped lines are joined up to a blank one."""
     lines = [" ".join(line.split()) for line in text.split("\n")]
     widths = sorted(len(line) for line in lines if line)
     is_wrapped = widths[len(widths) * 9 // 10] < 120

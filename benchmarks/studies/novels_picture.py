@@ -1,0 +1,55 @@
+"""Draw benchmarks/results/novels.json: docs/images/novels.png.
+
+    python -m benchmarks.studies.novels_picture
+
+Left, held-out losses by tokens (the sentences of the last stage are another held-out set than the
+lines before them); right, BLiMP by tokens, with 95 % intervals over pairs.
+"""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+RESULTS, OUT = Path("benchmarks/results/novels.json"), Path("docs/images/novels.png")
+LOSSES = {"small500": "masked LM, 4 x 128", "mid500": "6 x 192",
+          "seed1": "7 x 256, a third, seed 1", "seed2": "the same, seed 2",
+          "novels_mlm": "7 x 256", "novels_decay": "its decay",
+          "novels_sentences": "then whole sentences", "novels_rtd": "generator of RTD"}
+SCORES = {"pll_word": ("masked LM, or generator, by words", "o"),
+          "discriminator_sum": ("discriminator, sum", "s")}
+
+
+def main() -> None:
+    runs = json.loads(RESULTS.read_text())["runs"]
+    figure, (losses, scores) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for place, (name, label) in enumerate(LOSSES.items()):
+        run, color = runs[name], f"C{place}"
+        earlier = run.get("tokens_before", 0)
+        points = [((earlier + one["tokens_seen"]) / 1e6,
+                   one.get("masked_loss", one.get("generator_loss"))) for one in run["evaluations"]]
+        losses.plot(*zip(*points, strict=True), ".-", color=color, lw=1.2, label=label)
+        for tokens, found in run.get("blimp_by_tokens", {}).items():
+            for scorer, (_, marker) in SCORES.items():
+                if scorer in found:
+                    middle, (low, high) = found[scorer]["accuracy"], found[scorer]["interval"]
+                    scores.errorbar(float(tokens) / 1e6, 100 * middle, marker=marker, color=color,
+                                    yerr=[[100 * (middle - low)], [100 * (high - middle)]], ms=4)
+    for label, marker in SCORES.values():
+        scores.plot([], [], marker, color="black", ms=4, label=label)
+    scores.axhline(50, color="black", ls=":", lw=1)
+    losses.set_title("held-out loss, nats", fontsize=10)
+    scores.set_title("BLiMP, %, by tokens", fontsize=10)
+    for axis in (losses, scores):
+        axis.set_xlabel("tokens seen, millions")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(OUT, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
