@@ -35,17 +35,13 @@ def sentences(text: str) -> str:
     widths = sorted(len(line) for line in lines if line)
     is_wrapped = widths[len(widths) * 9 // 10] < 120
     paragraphs = "\n".join(lines).split("\n\n" if is_wrapped else "\n")
-    found: list[str] = []
-    for paragraph in paragraphs:
-        begun = ""
-        for piece in _BETWEEN.split(" ".join(paragraph.split())):
-            begun = f"{begun} {piece}".strip()
-            if not _TITLE.search(begun):
-                found.append(begun)
-                begun = ""
-        if begun:
-            found.append(begun)
-    return "\n".join(filter(None, found)) + "\n"
+    found = [" ".join(paragraph.split()) for paragraph in paragraphs]
+    return "\n".join(_BETWEEN.sub(_gap, paragraph) for paragraph in found if paragraph) + "\n"
+
+
+def _gap(between: re.Match) -> str:
+    is_title = _TITLE.search(between.string, max(0, between.start() - 10), between.start())
+    return " " if is_title else "\n"
 
 
 def main() -> None:

@@ -47,7 +47,6 @@ def main() -> None:
         axis.set_xlabel("tokens seen, millions")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
-    OUT.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUT, dpi=110)
 
 
