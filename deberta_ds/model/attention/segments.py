@@ -16,7 +16,7 @@ from torch import Tensor
 from deberta_ds.model.attention.reference import allowed_pairs
 
 _SHORT = 96  # segments are joined while the span stays this short: fewer, larger matmuls
-_SHORT_ROWS = 128  # sequences up to this long are one span
+SHORT_ROWS = 128  # sequences up to this long are one span
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def split_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> 
     """Return the spans of a batch; queries outside of all spans see no key."""
     if query_positions_BQ is not None:
         query_positions_BQ = query_positions_BQ.long()  # kernels read 64 bits
-    if query_positions_BQ is None and segments_BL.shape[1] <= _SHORT_ROWS:
+    if query_positions_BQ is None and segments_BL.shape[1] <= SHORT_ROWS:
         return [_all_rows(segments_BL)]
     spans = []
     for row, segments_L in enumerate(segments_BL):

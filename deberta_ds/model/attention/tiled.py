@@ -2,7 +2,8 @@
 
 Works on one tile at a time (see `tile`), small enough to stay in cache. Tiles of short spans keep
 their probabilities for backward; those of long ones are computed again there, so memory does not
-grow with length x length x heads x layers.
+grow with length x length x heads x layers. Gathered queries (of the enhanced mask decoder) are a
+tile per sequence, which costs more than it saves while sequences are short: they go to `dense`.
 
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table.
 """
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deberta_ds.model.attention.dense import dense_attention
 from deberta_ds.model.attention.dropout import random_bits
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
-from deberta_ds.model.attention.segments import KeySpan, split_into_spans
+from deberta_ds.model.attention.segments import SHORT_ROWS, KeySpan, split_into_spans
 from deberta_ds.model.attention.skew import PositionTerm, Scratch, expansion, make_term, own_scratch
 from deberta_ds.model.attention.tile import (
     Gradients,
@@ -36,6 +38,10 @@ def tiled_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD:
                     pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
                     query_positions_BQ: Tensor | None, dropout: float, seed: int | None) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`."""
+    if query_positions_BQ is not None and k_BHLD.shape[2] <= SHORT_ROWS:
+        return dense_attention(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD,
+                               geometry=geometry, segments_BL=segments_BL,
+                               query_positions_BQ=query_positions_BQ, dropout=dropout, seed=seed)
     dtype = q_BHQD.dtype
     spans = split_into_spans(segments_BL, query_positions_BQ)
     clip = query_positions_BQ is None
