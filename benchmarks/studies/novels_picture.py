@@ -18,14 +18,15 @@ RESULTS, OUT = Path("benchmarks/results/novels.json"), Path("docs/images/novels.
 LOSSES = {"small500": "masked LM, 4 x 128", "mid500": "6 x 192",
           "seed1": "7 x 256, a third, seed 1", "seed2": "the same, seed 2",
           "novels_mlm": "7 x 256", "novels_decay": "its decay",
-          "novels_sentences": "then whole sentences", "novels_rtd": "generator of RTD"}
+          "novels_sentences": "then whole sentences", "novels_rtd": "generator of RTD",
+          "novels_rtd_from_mlm": "RTD from the masked LM"}
 SCORES = {"pll_word": ("masked LM, or generator, by words", "o"),
           "discriminator_sum": ("discriminator, sum", "s")}
 
 
 def main() -> None:
     runs = json.loads(RESULTS.read_text())["runs"]
-    figure, (losses, scores) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, (losses, scores) = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
     for place, (name, label) in enumerate(LOSSES.items()):
         run, color = runs[name], f"C{place}"
         earlier = run.get("tokens_before", 0)
@@ -46,7 +47,7 @@ def main() -> None:
     for axis in (losses, scores):
         axis.set_xlabel("tokens seen, millions")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper right" if axis is losses else "upper left")
     figure.savefig(OUT, dpi=110)
 
 

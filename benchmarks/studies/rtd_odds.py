@@ -1,0 +1,64 @@
+"""Score minimal pairs by generator and discriminator together.
+
+    python -m benchmarks.studies.rtd_odds --model runs/rtd --data blimp.tar.xz --sample 100
+
+A discriminator at its optimum says logit = log p_G / p + constant of every token, where p_G is the
+generator's and p the text's distribution of tokens there. So log p = log p_G - logit + constant:
+the pseudo-log-likelihood of the generator plus the sum of the negative logits. Prints the scores of
+both and of their sum, and what the sum adds to the generator (interval: bootstrap over pairs).
+"""
+
+import numpy as np
+import torch
+
+from deberta_ds.base.command_line import parser_for, positive
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.evaluate import pair_scores
+from deberta_ds.evaluate.pairs import encode_sentences, outcomes, read_pairs, sample_pairs
+from deberta_ds.release.pretrained import LoadedModel, load_backbone
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--model", required=True, help="run of replaced-token detection")
+    parser.add_argument("--data", required=True, help="minimal pairs")
+    parser.add_argument("--sample", type=positive, required=True, help="pairs per paradigm")
+    args = parser.parse_args()
+    pairs = sample_pairs(read_pairs(args.data), args.sample, 0)
+    model = load_backbone(args.model, for_text=True)
+    scores = pair_scores.score_pairs(model, pairs).scores
+    texts = [sentence for pair in pairs for sentence in (pair.good, pair.bad)]
+    odds = scores["negative logits"] = negative_logits(model, texts).reshape(-1, 2)
+    for name in ("pll_word", "pll_piece"):
+        scores[f"{name} - logits"] = scores[name] + odds
+    summary = pair_scores.summarize(pair_scores.PairScores(scores, 0, 0.0), pairs)
+    for name, score in summary.items():
+        low, high = score["interval"]
+        print(f"{name:<24} {score['accuracy']:.2%} ({low:.2%} to {high:.2%})")
+    paradigms, generator = np.array([pair.paradigm for pair in pairs]), np.random.default_rng(0)
+    for name in ("pll_word", "pll_piece"):
+        gain = outcomes(scores[f"{name} - logits"]) - outcomes(scores[name])
+        of_paradigm = [gain[paradigms == one] for one in np.unique(paradigms)]
+        draws = np.mean([generator.choice(values, (10_000, len(values))).mean(1)
+                         for values in of_paradigm], axis=0)
+        low, high = np.percentile(draws, [2.5, 97.5])
+        print(f"added to {name:<15} {draws.mean():+.2%} ({low:+.2%} to {high:+.2%})")
+
+
+@torch.no_grad()
+def negative_logits(model: LoadedModel, texts: list[str]) -> np.ndarray:
+    """Return the sum of the discriminator's negative logits over the tokens of each text."""
+    assert model.tokenizer is not None and model.replaced_token_head is not None
+    encoded = encode_sentences(texts, model.tokenizer, model.model_config.max_position)
+    sums = np.empty(len(texts))
+    for items in pair_scores.cut_work(np.array([len(ids) for ids in encoded])):
+        ids_BL = torch.tensor([encoded[item] for item in items])
+        positions_BL = torch.arange(ids_BL.size(1)).expand_as(ids_BL)
+        states_BLC = model.backbone(ids_BL, torch.ones_like(ids_BL), positions_BL)
+        logits_BL = model.replaced_token_head(states_BLC, positions_BL)
+        sums[items] = -logits_BL[:, 1:-1].double().sum(1).numpy()  # not of [CLS] and [SEP]
+    return sums
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
