@@ -41,7 +41,7 @@ def test_a_torch_that_cannot_tell_gives_fp32(monkeypatch):
 @pytest.mark.multi
 def test_every_command_of_the_demo_runs(tmp_path):
     """In a directory of its own: it moves what the demo before left in runs/."""
-    for name in ("constraints.txt", "data_prep", "ds_configs", "launch", "tests"):
+    for name in ("constraints.txt", "data_prep", "ds_configs", "examples", "launch", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     environ = {key: value for key, value in os.environ.items() if key != "SUPERGLUE_DIR"}
     done = subprocess.run([sys.executable, "launch/demo.py", "--short"], cwd=tmp_path, text=True,
@@ -49,6 +49,8 @@ def test_every_command_of_the_demo_runs(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
     results = {row["stage"]: row["result"] for row in summary}
+    assert [row["what"].split(";")[0] for row in summary if row["stage"] == "SuperGLUE CB"] == [
+        "runs/demo/hf", "examples/models/novels_7m"]
     assert results["pretraining"] == "step 10" and results["resume"] == "step 10 to 20"
     assert {"SuperGLUE RTE", "SuperGLUE CB", "export", "minimal pairs"} <= results.keys()
     assert (tmp_path / "runs/demo/report.html").is_file()
