@@ -9,7 +9,6 @@ both and of their sum, and what the sum adds to the generator (interval: bootstr
 """
 
 import numpy as np
-import torch
 
 from deberta_ds.base.command_line import parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
@@ -45,18 +44,15 @@ def main() -> None:
         print(f"added to {name:<15} {draws.mean():+.2%} ({low:+.2%} to {high:+.2%})")
 
 
-@torch.no_grad()
 def negative_logits(model: LoadedModel, texts: list[str]) -> np.ndarray:
     """Return the sum of the discriminator's negative logits over the tokens of each text."""
     assert model.tokenizer is not None and model.replaced_token_head is not None
     encoded = encode_sentences(texts, model.tokenizer, model.model_config.max_position)
     sums = np.empty(len(texts))
     for items in pair_scores.cut_work(np.array([len(ids) for ids in encoded])):
-        ids_BL = torch.tensor([encoded[item] for item in items])
-        positions_BL = torch.arange(ids_BL.size(1)).expand_as(ids_BL)
-        states_BLC = model.backbone(ids_BL, torch.ones_like(ids_BL), positions_BL)
-        logits_BL = model.replaced_token_head(states_BLC, positions_BL)
-        sums[items] = -logits_BL[:, 1:-1].double().sum(1).numpy()  # not of [CLS] and [SEP]
+        log_p_BL = pair_scores.original_scores(model.backbone, model.replaced_token_head, encoded,
+                                               items)[:, 1:-1]  # not of [CLS] and [SEP]
+        sums[items] = (log_p_BL - np.log(-np.expm1(log_p_BL))).sum(1)  # log p / (1 - p)
     return sums
 
 
