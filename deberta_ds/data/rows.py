@@ -7,6 +7,7 @@
     their rate is a function of g and of the run's number of rows
 """
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -42,10 +43,10 @@ class RowDataset:
         self.sources = tuple(sources)
         self.seq_len, self.seed, self.mask = seq_len, seed, mask
         self.attend_across_documents = attend_across_documents
-        paths = [source.path for source in sources]
-        for path in paths:
+        paths = [os.path.realpath(source.path) for source in sources]
+        for source, path in zip(sources, paths, strict=True):
             if paths.count(path) > 1:
-                raise UserError(f"data.sources names {path} twice; add up its weights")
+                raise UserError(f"data.sources names {source.path} twice; add up its weights")
         self._mixture = build_mixture([source.weight for source in sources])
         self._corpora = [Corpus(source.path, seq_len=seq_len, part=source.part, cache=cache)
                          for source in sources]

@@ -211,8 +211,9 @@ def test_names_the_missing_corpus_and_length(corpus, tmp_path):
     words = "no sequence plan for seq_len 32.*rows-128.*--seq_len 32 --tokenizer"
     with pytest.raises(UserError, match=words):
         dataset_of(corpus, seq_len=32)
-    with pytest.raises(UserError, match="twice"):
-        dataset_of(corpus, corpus)
+    for same in (corpus, corpus / ".." / corpus.name):
+        with pytest.raises(UserError, match="twice"):
+            dataset_of(corpus, same)
 
 
 def test_a_row_plan_that_was_set_aside_is_no_plan(corpus):
