@@ -25,6 +25,7 @@ from deberta_ds.base.json_files import read_json, typed
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, plan_units
 from deberta_ds.corpus.findings import (
     FINDINGS_VERSION,
+    check_any_read,
     finish_findings,
     merge_found,
     number_of,
@@ -81,6 +82,7 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
                              keep=total.add)
             if done is None:
                 return None
+            check_any_read(total.documents[0], total.unreadable, total.problem)
             report = _report(list(kinds), firsts, searched, total)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
@@ -190,9 +192,13 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
     tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
     places: list[tuple[int, int]] = []
     samples: list[dict] = []
-    total = 0
+    total = unreadable = 0
+    problem = ""
     for documents, firsts, words in _batches(unit, read):
         total += len(documents)
+        bad = [document for document in documents if document.problem]
+        unreadable += len(bad)
+        problem = problem or next((f"{one.offset()}: {one.problem}" for one in bad), "")
         found: dict[int, tuple[int, str]] = {}
         for place, example, matching in _hits(words, tables):
             found.setdefault(bisect_right(firsts, place) - 1, (example, matching))
@@ -205,8 +211,8 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
     pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
     save_found(out, name, pairs[:, 0], pairs[:, 1])
     examples = set().union(*(grams.examples_met() for grams in tables))
-    return {"documents": total, "found": len(places), "examples": sorted(examples),
-            "samples": samples}
+    return {"documents": total, "unreadable": unreadable, "problem": problem,
+            "found": len(places), "examples": sorted(examples), "samples": samples}
 
 
 def _batches(unit: list[Extent], read: ReadOptions
@@ -272,15 +278,21 @@ def _hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, st
 
 @dataclass
 class _Found:
-    """What the units have found: documents [searched, found], examples met, samples."""
+    """What the units have found: documents [searched, found], how many of them are unreadable and
+    why the first is, examples met, samples.
+    """
 
     documents: list[int] = field(default_factory=lambda: [0, 0])
+    unreadable: int = 0
+    problem: str = ""
     examples: set[int] = field(default_factory=set)
     samples: list[dict] = field(default_factory=list)
 
     def add(self, result: dict) -> None:
         self.documents[0] += result["documents"]
         self.documents[1] += result["found"]
+        self.unreadable += result["unreadable"]
+        self.problem = self.problem or result["problem"]
         self.examples.update(result["examples"])
         self.samples += result["samples"][: _SHOWN - len(self.samples)]
 

@@ -26,6 +26,7 @@ from deberta_ds.corpus.findings import (
     FINDINGS_VERSION,
     FOUND,
     Findings,
+    check_any_read,
     finish_findings,
     merge_found,
     number_of,
@@ -180,6 +181,8 @@ def _search(out: Path, units: dict[str, list[Extent]], read: ReadOptions, thresh
               for unit, result in zip(units.values(), hashed, strict=True)
               for name in result["tables"]]
     documents = sum(result["documents"] for result in hashed)
+    check_any_read(documents, sum(result["unreadable"] for result in hashed),
+                   next((result["problem"] for result in hashed if result["problem"]), ""))
     exact, digest = -(-documents // BUCKET_DOCUMENTS), digest_of(units)
     jobs = {f"{digest}-exact-{bucket:05d}": (str(out), digest, tables, bucket, exact)
             for bucket in range(exact)}
@@ -195,13 +198,13 @@ def _search(out: Path, units: dict[str, list[Extent]], read: ReadOptions, thresh
 
 def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands: tuple[int, int]
              ) -> dict:
-    """Write the tables of one unit's documents; return their names and how many documents."""
+    """Write the tables of one unit's documents; return their names, counts and a problem."""
     numbers = number_of(unit)
     sign = signer() if bands[0] else None
     rows: list[tuple[int, int, int, int]] = []
     signed: list[tuple[np.ndarray, np.ndarray]] = []
     tables: list[str] = []
-    total = 0
+    total, unreadable, problem = 0, 0, ""
 
     def flush() -> None:
         if not rows:
@@ -218,6 +221,9 @@ def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands:
 
     for document in read_unit(unit, read):
         total += 1
+        if document.problem:
+            unreadable += 1
+            problem = problem or f"{document.offset()}: {document.problem}"
         text = ""
         with suppress(BadTextError):  # tokenize_corpus will complain, as of an unreadable document
             text = normalise(document.text)
@@ -230,7 +236,7 @@ def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands:
         if len(rows) == PART_DOCUMENTS:
             flush()
     flush()
-    return {"documents": total, "tables": tables}
+    return {"documents": total, "unreadable": unreadable, "problem": problem, "tables": tables}
 
 
 def _save_signed(out: str, name: str, signed: list, table: np.ndarray, bands: tuple) -> None:

@@ -86,6 +86,12 @@ class Findings:
         return index < high and int(self._places[index]) == where
 
 
+def check_any_read(documents: int, unreadable: int, problem: str) -> None:
+    """UserError if all of the documents are unreadable; `problem`: where the first is, and why."""
+    if documents == unreadable > 0:
+        raise UserError(f"none of {documents:,} documents can be read; {problem}")
+
+
 def number_of(extents: Iterable[Extent]) -> dict[str, int]:
     """Return {source: its number} of inputs: among all of them, or those of one unit."""
     return {source: number for number, source in enumerate(

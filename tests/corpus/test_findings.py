@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import unicodedata
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.ipc
@@ -46,6 +47,18 @@ def test_empty_documents_alone_have_no_duplicates(tmp_path, near):
     units = planned(tmp_path / "text.jsonl", ["", " ", ""], 5_000)
     counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=near)
     assert counts["exact"] == counts["near"] == 0
+
+
+def test_a_search_that_can_read_no_document_ends(tmp_path):
+    """With a wrong --text_key, 0 were found."""
+    units = planned(tmp_path / "text.jsonl", ["same text"] * 3)
+    (tmp_path / "val.txt").write_text("one two three four five six seven eight\n")
+    read = replace(READ, text_key="content")
+    message = "none of 3 documents can be read; .*text.jsonl, byte 0: no string under 'content'"
+    with pytest.raises(UserError, match=message):
+        find_duplicates(units, tmp_path / "duplicates", read=read)
+    with pytest.raises(UserError, match=message):
+        find_contamination(units, [str(tmp_path / "val.txt")], tmp_path / "found", read=read)
 
 
 @pytest.mark.parametrize(("damage", "message"), [
