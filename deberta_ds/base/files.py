@@ -48,9 +48,12 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{_HOST}{os.urandom(3).hex()[1:]}.tmp")
     try:
         _remove_leftovers(path.parent)
-        with _new_and_locked(temporary):
+        with _new_and_locked(temporary) as begun:
             yield temporary
+            mode = os.fstat(begun.fileno()).st_mode
             with open(temporary, "rb+") as file:
+                if os.fstat(file.fileno()).st_mode != mode:  # safetensors': for its owner alone
+                    os.fchmod(file.fileno(), mode & 0o777)
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         sync_directory(path.parent)

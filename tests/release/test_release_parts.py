@@ -11,7 +11,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.release import Network, Release, derive_words
-from deberta_ds.release.tensors import read_tensors
+from deberta_ds.release.tensors import read_tensors, write_safetensors
 
 
 def test_tables_of_another_shape_are_refused_before_they_are_added():
@@ -55,3 +55,13 @@ def test_weights_that_cannot_be_read_are_not_called_damaged(tmp_path, monkeypatc
         read_tensors(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value) and os.strerror(number) in str(caught.value)
     assert "damaged" not in str(caught.value)
+
+
+def test_weights_can_be_read_by_whom_the_umask_lets(tmp_path):
+    """safetensors 0.8 writes files for their owner alone."""
+    before = os.umask(0o027)
+    try:
+        write_safetensors(tmp_path / "model.safetensors", {"weight": torch.zeros(2)})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
