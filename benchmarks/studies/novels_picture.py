@@ -18,7 +18,8 @@ RESULTS, OUT = Path("benchmarks/results/novels.json"), Path("docs/images/novels.
 LOSSES = {"small500": "masked LM, 4 x 128", "mid500": "6 x 192",
           "seed1": "7 x 256, a third, seed 1", "seed2": "the same, seed 2",
           "novels_mlm": "7 x 256", "novels_decay": "its decay",
-          "novels_sentences": "then whole sentences", "novels_rtd": "generator of RTD",
+          "novels_sentences": "then whole sentences", "novels_longer": "and more of them",
+          "novels_rtd": "generator of RTD",
           "novels_rtd_from_mlm": "RTD from the masked LM"}
 SCORES = {"pll_word": ("masked LM, or generator, by words", "o"),
           "discriminator_sum": ("discriminator, sum", "s")}
