@@ -52,7 +52,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             yield temporary
             mode = os.fstat(begun.fileno()).st_mode
             with open(temporary, "rb+") as file:
-                if os.fstat(file.fileno()).st_mode != mode:  # safetensors': for its owner alone
+                if os.fstat(file.fileno()).st_mode != mode:  # safetensors puts its own, of 0600
                     os.fchmod(file.fileno(), mode & 0o777)
                 os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -29,10 +29,10 @@ from deberta_ds.corpus.findings import (
     finish_findings,
     merge_found,
     number_of,
+    read_counted,
     save_found,
 )
 from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
-from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.tables import TABLE_KINDS, read_table, text_lines
 from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
@@ -192,13 +192,8 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
     tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
     places: list[tuple[int, int]] = []
     samples: list[dict] = []
-    total = unreadable = 0
-    problem = ""
-    for documents, firsts, words in _batches(unit, read):
-        total += len(documents)
-        bad = [document for document in documents if document.problem]
-        unreadable += len(bad)
-        problem = problem or next((f"{one.offset()}: {one.problem}" for one in bad), "")
+    counts: dict = {}
+    for documents, firsts, words in _batches(read_counted(unit, read, counts)):
         found: dict[int, tuple[int, str]] = {}
         for place, example, matching in _hits(words, tables):
             found.setdefault(bisect_right(firsts, place) - 1, (example, matching))
@@ -211,11 +206,10 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
     pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
     save_found(out, name, pairs[:, 0], pairs[:, 1])
     examples = set().union(*(grams.examples_met() for grams in tables))
-    return {"documents": total, "unreadable": unreadable, "problem": problem,
-            "found": len(places), "examples": sorted(examples), "samples": samples}
+    return counts | {"found": len(places), "examples": sorted(examples), "samples": samples}
 
 
-def _batches(unit: list[Extent], read: ReadOptions
+def _batches(source: Iterable[Document]
              ) -> Iterator[tuple[list[Document], list[int], list[str]]]:
     """Yield (documents, the first word of each, words), many short documents at a time: NumPy takes
     as long to be called as to hash some hundred words. _END stands behind each document.
@@ -223,7 +217,7 @@ def _batches(unit: list[Extent], read: ReadOptions
     documents: list[Document] = []
     firsts: list[int] = []
     words: list[str] = []
-    for document in read_unit(unit, read):
+    for document in source:
         firsts.append(len(words))
         with suppress(BadTextError):
             words += words_of(normalise(document.text))

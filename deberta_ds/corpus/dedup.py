@@ -30,10 +30,10 @@ from deberta_ds.corpus.findings import (
     finish_findings,
     merge_found,
     number_of,
+    read_counted,
     save_found,
 )
 from deberta_ds.corpus.identity import Part, digest_of, extents_of, identified
-from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
@@ -198,13 +198,13 @@ def _search(out: Path, units: dict[str, list[Extent]], read: ReadOptions, thresh
 
 def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands: tuple[int, int]
              ) -> dict:
-    """Write the tables of one unit's documents; return their names, counts and a problem."""
+    """Write the tables of one unit's documents; return their names and counts."""
     numbers = number_of(unit)
     sign = signer() if bands[0] else None
     rows: list[tuple[int, int, int, int]] = []
     signed: list[tuple[np.ndarray, np.ndarray]] = []
     tables: list[str] = []
-    total, unreadable, problem = 0, 0, ""
+    counts: dict = {}
 
     def flush() -> None:
         if not rows:
@@ -219,11 +219,7 @@ def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands:
         rows.clear()
         signed.clear()
 
-    for document in read_unit(unit, read):
-        total += 1
-        if document.problem:
-            unreadable += 1
-            problem = problem or f"{document.offset()}: {document.problem}"
+    for document in read_counted(unit, read, counts):
         text = ""
         with suppress(BadTextError):  # tokenize_corpus will complain, as of an unreadable document
             text = normalise(document.text)
@@ -236,7 +232,7 @@ def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands:
         if len(rows) == PART_DOCUMENTS:
             flush()
     flush()
-    return {"documents": total, "unreadable": unreadable, "problem": problem, "tables": tables}
+    return counts | {"tables": tables}
 
 
 def _save_signed(out: str, name: str, signed: list, table: np.ndarray, bands: tuple) -> None:

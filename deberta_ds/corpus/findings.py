@@ -7,7 +7,7 @@ units, and findings of other documents are refused.
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +16,9 @@ import numpy as np
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic, xxh3
-from deberta_ds.corpus.documents import Extent, ReadOptions, bad_files_of
+from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.identity import check_unchanged
+from deberta_ds.corpus.readers import read_unit
 from deberta_ds.data.corpus import check_file, map_array
 from deberta_ds.data.shards import MANIFEST, read_checked, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
@@ -84,6 +85,19 @@ class Findings:
         low, high = int(self._starts[number]), int(self._starts[number + 1])
         index = bisect_left(self._places, where, low, high)
         return index < high and int(self._places[index]) == where
+
+
+def read_counted(unit: list[Extent], read: ReadOptions, counts: dict) -> Iterator[Document]:
+    """Yield the documents of a unit; `counts` says how many `documents` there were, how many of
+    them `unreadable`, and where and why the first of these was (`problem`).
+    """
+    counts |= {"documents": 0, "unreadable": 0, "problem": ""}
+    for document in read_unit(unit, read):
+        counts["documents"] += 1
+        if document.problem:
+            counts["unreadable"] += 1
+            counts["problem"] = counts["problem"] or f"{document.offset()}: {document.problem}"
+        yield document
 
 
 def check_any_read(documents: int, unreadable: int, problem: str) -> None:
