@@ -32,7 +32,11 @@ from deberta_ds.cluster.launcher import check_environment, meet_mpi, rank_variab
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig, RunConfig
 from deberta_ds.engine import ds_config
-from deberta_ds.engine.clipping import clip_networks_apart, measure_in_pieces
+from deberta_ds.engine.clipping import (
+    check_all_at_once,
+    clip_networks_apart,
+    measure_in_pieces,
+)
 from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.model import cpu
@@ -173,6 +177,8 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     check_engine(engine)
     if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
         measure_in_pieces(engine.optimizer)
+    if hasattr(engine.optimizer, "has_overflow_partitioned_grads_serial"):
+        check_all_at_once(engine.optimizer)
     clip_networks_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
@@ -251,7 +257,8 @@ OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; engine/state.py reads and writes 
                        "fp32_groups_gradients", "clip_grad", "step", "update_lp_params"),
     "DeepSpeedZeroOptimizer": (
         *_ZERO, "round_robin_bit16_groups", "round_robin_bit16_offsets",
-        "single_partition_of_fp32_groups", "params_in_partition", "update_lp_params"),
+        "single_partition_of_fp32_groups", "params_in_partition", "update_lp_params",
+        "averaged_gradients", "has_overflow_partitioned_grads_serial"),
     "DeepSpeedZeroOptimizer_Stage3": (
         *_ZERO, "fp16_groups", "fp32_partitioned_groups_flat", "swap_optimizer",
         "sub_group_to_group_id",

@@ -1,5 +1,6 @@
 """Clipping each network by its own norm, also where DeepSpeed's calls come in another order."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage1And2
 
-from deberta_ds.engine.clipping import _clip, clip_networks_apart
+from deberta_ds.engine.clipping import _clip, check_all_at_once, clip_networks_apart
 
 LARGEST = 2.0
 
@@ -114,3 +115,19 @@ def test_the_loss_scale_of_fp16_is_taken_out_of_a_gradient_once(kind):
                                          torch.tensor(99.0 * scale))
     for flat, gradient in zip(flats, true, strict=True):
         torch.testing.assert_close(flat.grad, gradient * min(1.0, LARGEST / gradient.norm().item()))
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_at_once_finds_what_deepspeed_finds_one_by_one(bad, dtype):
+    gradients = [torch.full((3, 5), torch.finfo(dtype).max, dtype=dtype),  # has no finite sum
+                 torch.zeros(0, dtype=dtype), torch.full((7,), -2.0, dtype=dtype)]
+    if bad is not None:
+        gradients[2][4] = bad
+    optimizer = SimpleNamespace(averaged_gradients={0: [None, *gradients[:2]], 1: gradients[2:]},
+                                bit16_groups=[[], []],
+                                _has_inf_or_nan=Stage1And2._has_inf_or_nan)
+    theirs = Stage1And2.has_overflow_partitioned_grads_serial(optimizer)
+    check_all_at_once(optimizer)
+    ours = optimizer.has_overflow_partitioned_grads_serial()
+    assert ours.tolist() == theirs.tolist() == [bad is not None]
