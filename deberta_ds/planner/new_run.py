@@ -1,9 +1,11 @@
 """A run file for a corpus, devices and hours: a shipped recipe, and what has to differ and why.
 
 The recipe of the largest model is taken for which a few epochs of the text, and the hours, give as
-many tokens as it wants at least; that of the smallest model is for all that is less.
+many tokens as it wants at least; that of the smallest models is for all that is less. Of their
+shapes a masked LM gets the one whose loss is expected to be lowest after the tokens that it sees.
 """
 
+import math
 import re
 import shlex
 from dataclasses import dataclass, replace
@@ -40,6 +42,10 @@ RECIPES = (  # (run file, fewest tokens that its model is worth, how to fine-tun
     ("lab/lab_xsmall_cpu", 3e8, "--config launch/runs/superglue/xsmall.toml"),
     ("small_{}", 0, "the default settings, whose learning rate follows its size"))
 _USED = 0.85  # of the hours: the rest is for the start, evaluations and saves
+_SHAPES = ((4, 128), (6, 192), (7, 256))  # layers and width of the smallest models
+# ln of the held-out loss in nats: a constant, and factors of ln of the millions of weights in the
+# layers and of ln of the millions of tokens, 8 to 49 (benchmarks/studies/loss_fit.py).
+LOSS, _FITTED = (1.53, -0.0273, -0.0581), (8e6, 49e6)
 _LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/learning.md)
 _FEWEST_STEPS, _ENOUGH_STEPS, _SMALLEST_BATCH = 100, 1000, 2048  # the last in tokens
 _MICRO_TOKENS = {True: 2048, False: 16_384}  # by is_cpu: most of a forward pass
@@ -124,13 +130,13 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
         changes = _of_text(file, text, objective or ("rtd" if least else "mlm"), name)
         run = _run(file, changes)
         most = max(FEW_EPOCHS * tokens, 0 if least else min(MANY_EPOCHS * tokens, _LEARNS))
-        # Without communication: the plan, which takes its time, is for the size that is chosen.
-        peak = gpu.peak(ds_config.matmul_precision(ds)) or 0.0
-        rate = ranks * peak * expected_mfu(run, gpu, ds) / objective_of(run).flops_per_token(run)
-        if (about := min(most, seconds * rate)) >= least:
+        if (about := min(most, seconds * _speed(run, devices, ds))) >= least:
             hint = f"Fine-tune the model with {finetune}."
             break
         larger = f"; {file} wants {format_count(least)} tokens in all"
+    if not least and run.objective.kind == "mlm":
+        about, changes = _best_shape(file, changes, most, seconds, devices, ds)
+        run = _run(file, changes)
     length, given = run.data.seq_len, _run(file, {})
     per_step = given.train.global_batch_size * given.data.seq_len
     while per_step > _SMALLEST_BATCH and about / per_step < _ENOUGH_STEPS:
@@ -159,6 +165,43 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
 def _run(file: str, changes: Changes) -> run_config.RunConfig:
     overrides = [as_override(key, value) for key, (value, _) in changes.items()]
     return run_config.load(file, overrides)[0]
+
+
+def _speed(run: run_config.RunConfig, devices: Devices, ds: dict) -> float:
+    """Return tokens per second without communication: the plan, which takes its time, is for the
+    size that is chosen.
+    """
+    peak = devices.gpu.peak(ds_config.matmul_precision(ds)) or 0.0
+    return (devices.gpus * devices.nodes * peak * expected_mfu(run, devices.gpu, ds)
+            / objective_of(run).flops_per_token(run))
+
+
+def _best_shape(file: str, changes: Changes, most: float, seconds: float, devices: Devices, ds: dict
+                ) -> tuple[float, Changes]:
+    """Return (tokens that it sees, `changes` with the shape of the lowest expected loss)."""
+    found = []
+    for layers, width in _SHAPES:
+        mine = changes | {"model.num_layers": (layers, ""), "model.hidden_size": (width, ""),
+                          "model.num_heads": (width // 64, ""),
+                          "model.intermediate_size": (4 * width, "")}
+        about = min(most, seconds * _speed(_run(file, mine), devices, ds))
+        found.append((expected_loss(layers, width, about), about, mine))
+    loss, about, mine = min(found, key=lambda one: one[0])
+    low, high = _FITTED
+    certain = "+- 0.04" if low <= about <= high else (
+        f"(extrapolated: measured from {format_count(low)} to {format_count(high)} tokens)")
+    shapes = ", ".join(f"{layers} x {width}" for layers, width in _SHAPES)
+    return about, mine | {"model.num_layers": (mine["model.num_layers"][0], (
+        f"of {shapes} the one with the lowest expected loss after {format_count(about)} tokens: on "
+        f"novels {loss:.2f} nats {certain}; the losses of other text differ "
+        "(docs/evidence/learning.md)"))}
+
+
+def expected_loss(layers: int, width: int, tokens: float) -> float:
+    """Return the expected held-out loss in nats of a masked LM of novels."""
+    constant, by_weights, by_tokens = LOSS
+    return math.exp(constant + by_weights * math.log(12 * layers * width**2 / 1e6)
+                    + by_tokens * math.log(tokens / 1e6))
 
 
 def _of_text(file: str, text: Text, kind: str, name: str) -> Changes:

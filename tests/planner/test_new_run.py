@@ -7,6 +7,7 @@ import shlex
 import pytest
 from launching import ROOT, make_run, python
 
+from benchmarks.studies import loss_fit
 from deberta_ds.base.errors import UserError
 from deberta_ds.config import run_config
 from deberta_ds.data.shards import Manifest, ShardInfo, write_manifest
@@ -29,8 +30,8 @@ def corpus(root, tokens: int, vocabulary: int = 8001):
 
 @pytest.mark.parametrize("tokens, devices, hours, objective, width, length", [
     (1_250_000, "2 cpu", 0.3, "", 128, 128), (1_250_000, "1 cpu", 0.2, "rtd", 128, 128),
-    (12_500_000, "2 cpu", 24, "rtd", 128, 128), (12_500_000, "h100", 24, "", 128, 128),
-    (125_000_000, "2 cpu", 24, "", 128, 128), (125_000_000, "4 x a100", 24, "", 384, 128),
+    (12_500_000, "2 cpu", 24, "rtd", 128, 128), (12_500_000, "h100", 24, "", 256, 128),
+    (125_000_000, "2 cpu", 24, "", 256, 128), (125_000_000, "4 x a100", 24, "", 384, 128),
     (125_000_000, "3xV100", 5, "mlm", 384, 128), (12_500_000_000, "2 cpu", 24, "", 128, 128),
     (12_500_000_000, "RTX 4090", 24, "", 768, 512), (12_500_000_000, "4 x a100", 24, "", 768, 512),
     (12_500_000_000, "64 cpu", 100, "mlm", 768, 512),
@@ -45,7 +46,10 @@ def test_values_fit_the_text_the_devices_and_each_other(tmp_path, monkeypatch, t
     (tmp_path / "mine.toml").write_text(written)
     run, _ = run_config.load(tmp_path / "mine.toml")
     assert (run.model.hidden_size, run.data.seq_len, run.model.vocab_size) == (width, length, 8064)
-    assert run.objective.kind == (objective or ("mlm" if width == 128 else "rtd"))
+    assert run.objective.kind == (objective or ("mlm" if width < 384 else "rtd"))
+    shape = (run.model.num_layers, width, 64 * run.model.num_heads, run.model.intermediate_size)
+    assert width >= 384 or shape[0] == {128: 4, 192: 6, 256: 7}[width]
+    assert shape[2:] == (width, 4 * width)
     train, ranks = run.train, hardware.gpus * hardware.nodes
     epochs = train.steps * train.global_batch_size * length / tokens
     few_tokens = tokens < 15_000_000 / 4
@@ -63,6 +67,25 @@ def test_values_fit_the_text_the_devices_and_each_other(tmp_path, monkeypatch, t
     assert f"--seq_len {length}" in commands and f"--num_gpus {hardware.gpus} " in commands
     ds = ds_config.load(re.search(r"ds_configs/\w+\.json", commands)[0])
     assert (hardware.gpu.peak(ds_config.matmul_precision(ds)) is not None) and stage < 3
+
+
+def test_more_hours_give_a_larger_model_and_tokens_that_nobody_measured_are_named(tmp_path,
+                                                                                  monkeypatch):
+    monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
+    monkeypatch.setattr(cpu, "has_bf16", lambda: True)
+    text, widths = corpus(tmp_path, 12_000_000), []
+    for hours in (0.1, 1, 6, 24):
+        written, _ = new_run.choose(text, new_run.open_devices("2 cpu"), hours, "", "mine")
+        widths.append(int(re.search(r"hidden_size = (\d+)", written)[1]))
+        tokens = re.search(r"expected loss after ([\d.]+)M", " ".join(written.split("\n# ")))[1]
+        assert ("extrapolated" in written) == (not 8 <= float(tokens) <= 49)
+    assert widths == sorted(widths) and (widths[0], widths[-1]) == (128, 256)
+
+
+def test_the_expected_loss_is_the_fit_of_the_runs():
+    constants, errors = loss_fit.fit(json.loads((ROOT / loss_fit.RESULTS).read_text())["runs"])
+    assert new_run.LOSS == pytest.approx(constants, abs=1e-3)
+    assert max(map(abs, errors.values())) < 0.045  # nats; the run files say 0.04
 
 
 @pytest.mark.parametrize("devices, problem", [
