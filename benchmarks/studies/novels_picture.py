@@ -19,8 +19,11 @@ LOSSES = {"small500": "masked LM, 4 x 128", "mid500": "6 x 192",
           "seed1": "7 x 256, a third, seed 1", "seed2": "the same, seed 2",
           "novels_mlm": "7 x 256", "novels_decay": "its decay",
           "novels_sentences": "then whole sentences", "novels_longer": "and more of them",
+          "novels_ten_epochs": "ten epochs", "sentences_seed2": "sentences alone, a third",
+          "sentences_growing": "sentences alone, not decayed",
           "novels_rtd": "generator of RTD",
-          "novels_rtd_from_mlm": "RTD from the masked LM"}
+          "novels_rtd_from_mlm": "RTD from the masked LM",
+          "rtd_weak_300": "the same, weaker generator"}
 SCORES = {"pll_word": ("masked LM, or generator, by words", "o"),
           "discriminator_sum": ("discriminator, sum", "s")}
 
@@ -29,7 +32,7 @@ def main() -> None:
     runs = json.loads(RESULTS.read_text())["runs"]
     figure, (losses, scores) = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
     for place, (name, label) in enumerate(LOSSES.items()):
-        run, color = runs[name], f"C{place}"
+        run, color = runs[name], plt.cm.tab20(place)
         earlier = run.get("tokens_before", 0)
         points = [((earlier + one["tokens_seen"]) / 1e6,
                    one.get("masked_loss", one.get("generator_loss"))) for one in run["evaluations"]]

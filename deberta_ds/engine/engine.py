@@ -177,7 +177,7 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     check_engine(engine)
     if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
         measure_in_pieces(engine.optimizer)
-    if hasattr(engine.optimizer, "has_overflow_partitioned_grads_serial"):
+    if type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer":  # ZeRO-1 and 2
         check_all_at_once(engine.optimizer)
     clip_networks_apart(engine)
     if isinstance(optimizer, Muon):
