@@ -75,6 +75,8 @@ def check_all_at_once(optimizer) -> None:
     def find_overflow() -> Tensor:
         gradients = [gradient for group in optimizer.averaged_gradients.values() if group
                      for gradient in group if gradient is not None and gradient.numel()]
+        if not gradients:  # of a rank that has nothing of the model
+            return torch.zeros(1, dtype=torch.bool)
         largest = torch._foreach_norm(gradients, math.inf)
         return ~torch.stack(largest).isfinite().all().reshape(1)
 

@@ -131,3 +131,5 @@ def test_all_at_once_finds_what_deepspeed_finds_one_by_one(bad, dtype):
     check_all_at_once(optimizer)
     ours = optimizer.has_overflow_partitioned_grads_serial()
     assert ours.tolist() == theirs.tolist() == [bad is not None]
+    optimizer.averaged_gradients = {0: [None, gradients[1]], 1: None}  # nothing
+    assert optimizer.has_overflow_partitioned_grads_serial().tolist() == [False]
