@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from deberta_ds.planner.new_run import loss_terms
+
 RESULTS = Path("benchmarks/results/novels.json")
 FITTED = [f"fit_{shape}_{tokens}" for shape in ("4x128", "6x192", "7x256")
           for tokens in ("8M", "32M")]
@@ -21,9 +23,8 @@ LEFT_OUT = ["fit_6x192_16M", "sentences_seed1", "sentences_seed2"]  # the last t
 def fit(runs: dict) -> tuple[np.ndarray, dict[str, float]]:
     """Return (the three constants, {run: expected - measured loss in nats})."""
     names = FITTED + LEFT_OUT
-    measured = [(*runs[name]["shape"], runs[name]["last_logged_tokens"]) for name in names]
-    rows = np.array([(1.0, np.log(12 * layers * width**2 / 1e6), np.log(tokens / 1e6))
-                     for layers, width, tokens in measured])
+    rows = np.array([loss_terms(*runs[name]["shape"], runs[name]["last_logged_tokens"])
+                     for name in names])
     losses = np.array([runs[name]["evaluations"][-1]["masked_loss"] for name in names])
     few = len(FITTED)
     constants = np.linalg.lstsq(rows[:few], np.log(losses[:few]))[0]

@@ -9,6 +9,7 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,6 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
         larger = f"; {file} wants {format_count(least)} tokens in all"
     if not least and run.objective.kind == "mlm":
         about, changes = _best_shape(file, changes, most, seconds, devices, ds)
-        run = _run(file, changes)
     length, given = run.data.seq_len, _run(file, {})
     per_step = given.train.global_batch_size * given.data.seq_len
     while per_step > _SMALLEST_BATCH and about / per_step < _ENOUGH_STEPS:
@@ -185,7 +185,8 @@ def _best_shape(file: str, changes: Changes, most: float, seconds: float, device
                           "model.num_heads": (width // 64, ""),
                           "model.intermediate_size": (4 * width, "")}
         about = min(most, seconds * _speed(_run(file, mine), devices, ds))
-        found.append((expected_loss(layers, width, about), about, mine))
+        loss = math.exp(sum(map(mul, LOSS, loss_terms(layers, width, about))))
+        found.append((loss, about, mine))
     loss, about, mine = min(found, key=lambda one: one[0])
     low, high = _FITTED
     certain = "+- 0.04" if low <= about <= high else (
@@ -197,11 +198,9 @@ def _best_shape(file: str, changes: Changes, most: float, seconds: float, device
         "(docs/evidence/learning.md)"))}
 
 
-def expected_loss(layers: int, width: int, tokens: float) -> float:
-    """Return the expected held-out loss in nats of a masked LM of novels."""
-    constant, by_weights, by_tokens = LOSS
-    return math.exp(constant + by_weights * math.log(12 * layers * width**2 / 1e6)
-                    + by_tokens * math.log(tokens / 1e6))
+def loss_terms(layers: int, width: int, tokens: float) -> tuple[float, float, float]:
+    """Return what the numbers of `LOSS` are factors of."""
+    return 1.0, math.log(12 * layers * width**2 / 1e6), math.log(tokens / 1e6)
 
 
 def _of_text(file: str, text: Text, kind: str, name: str) -> Changes:
