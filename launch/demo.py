@@ -194,7 +194,7 @@ def export(demo: Demo) -> None:
 
 
 def fine_tune(demo: Demo, launcher: tuple[str, ...]) -> None:
-    """Fine-tune the demo's model, and one that has seen thirty times as many tokens."""
+    """Fine-tune the demo's model, and one that has seen fifty times as many tokens."""
     real = os.environ.get("SUPERGLUE_DIR")
     data = "real data" if real else "a small sample written for this project"
     sizes = () if real else ("--any_size",)

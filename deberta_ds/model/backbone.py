@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.embeddings import TokenEmbedding
@@ -28,7 +29,16 @@ def count_parameters(module: nn.Module) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
 
 
+class _NoInit(TorchFunctionMode):
+    """Skip torch.nn.init: on meta, its normal_ would import torch._dynamo, which takes seconds."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
 def on_meta(build, *args) -> nn.Module:
     """Return `build(*args)` without memory, for counting."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInit():
         return build(*args)
