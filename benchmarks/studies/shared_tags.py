@@ -5,10 +5,11 @@
     python launch/finetune.py --task mnli.toml --model MODEL --out runs/use \\
         --init_from runs/shared/shared/seed-1
 
-A third are the pairs of the table, by its keys premise and hypothesis; no label is read. The others
-are sentences of the text (one a line, as `benchmarks.studies.novels --sentences` writes them), each
-with a copy in which words come from another sentence and which may be cut or shuffled. Between the
-two stands the word "/". Writes OUT/train.jsonl, OUT/val.jsonl and OUT/task.toml.
+A third are the pairs of the table, by its keys premise and hypothesis; no label is read, and what
+is beyond 80 and 50 words is left out. The others are sentences of the text (one a line, as
+`benchmarks.studies.novels --sentences` writes them), each with a copy in which words come from
+another sentence and which may be cut or shuffled. Between the two stands the word "/". Writes
+OUT/train.jsonl, OUT/val.jsonl and OUT/task.toml.
 """
 
 import json
@@ -19,7 +20,9 @@ from pathlib import Path
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.files import write_atomic
 
-VAL_ROWS, SHORTEST, LONGEST = 500, 5, 25  # words of a sentence
+VAL_ROWS = 500
+SHORTEST, LONGEST = 5, 25  # words of a sentence of the text
+MOST_PREMISE, MOST_HYPOTHESIS = 80, 50  # words that are kept: both fit into 256 tokens
 TASK = """name = "shared"
 kind = "tags"
 texts = ["words"]
@@ -65,8 +68,8 @@ def main() -> None:
     options = parser.parse_args()
     chance = random.Random(1)
     lines = options.table.read_text(encoding="utf-8").splitlines()
-    rows = [tagged(words_of(row["premise"])[:80], words_of(row["hypothesis"])[:50])
-            for row in map(json.loads, lines)]
+    rows = [tagged(words_of(row["premise"])[:MOST_PREMISE],
+                   words_of(row["hypothesis"])[:MOST_HYPOTHESIS]) for row in map(json.loads, lines)]
     sentences = [words for path in sorted(options.text.glob("*.txt"))
                  for words in map(words_of, path.read_text(encoding="utf-8").splitlines())
                  if SHORTEST <= len(words) <= LONGEST]
