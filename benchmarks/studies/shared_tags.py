@@ -17,6 +17,7 @@ import random
 import re
 from pathlib import Path
 
+from benchmarks.studies.shared_words import load
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.files import write_atomic
 
@@ -62,14 +63,13 @@ def tagged(first: list[str], second: list[str]) -> dict:
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("table", type=Path)
+    parser.add_argument("table")
     parser.add_argument("text", type=Path, help="directory of .txt, one sentence a line")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     chance = random.Random(1)
-    lines = options.table.read_text(encoding="utf-8").splitlines()
     rows = [tagged(words_of(row["premise"])[:MOST_PREMISE],
-                   words_of(row["hypothesis"])[:MOST_HYPOTHESIS]) for row in map(json.loads, lines)]
+                   words_of(row["hypothesis"])[:MOST_HYPOTHESIS]) for row in load(options.table)]
     sentences = [words for path in sorted(options.text.glob("*.txt"))
                  for words in map(words_of, path.read_text(encoding="utf-8").splitlines())
                  if SHORTEST <= len(words) <= LONGEST]
@@ -78,7 +78,6 @@ def main() -> None:
         chance.shuffle(pair)
         rows.append(tagged(*pair))
     chance.shuffle(rows)
-    options.out.mkdir(parents=True, exist_ok=True)
     for name, part in (("val", rows[:VAL_ROWS]), ("train", rows[VAL_ROWS:])):
         write_atomic(options.out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in part))
     write_atomic(options.out / "task.toml", TASK)
