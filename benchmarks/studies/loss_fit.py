@@ -17,7 +17,7 @@ from deberta_ds.planner.new_run import loss_terms
 RESULTS = Path("benchmarks/results/novels.json")
 FITTED = [f"fit_{shape}_{tokens}" for shape in ("4x128", "6x192", "7x256")
           for tokens in ("8M", "32M")]
-LEFT_OUT = ["fit_6x192_16M", "sentences_seed1", "sentences_seed2"]  # the last two: 49M tokens
+LEFT_OUT = ["fit_6x192_16M", "scratch_seed1", "scratch_seed2", "scratch_seed3", "scratch_mlm"]
 
 
 def fit(runs: dict) -> tuple[np.ndarray, dict[str, float]]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.studies.novels_picture
 
-Left, held-out losses by tokens (the sentences of the last stage are another held-out set than the
-lines before them); right, BLiMP by tokens, with 95 % intervals over pairs.
+Left, held-out losses by tokens (of novels_7m's first two stages on wrapped lines, of all others on
+whole sentences); right, BLiMP by tokens, with 95 % intervals over pairs.
 """
 
 import json
@@ -15,14 +15,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 RESULTS, OUT = Path("benchmarks/results/novels.json"), Path("docs/images/novels.png")
-LOSSES = {"small500": "masked LM, 4 x 128", "mid500": "6 x 192",
-          "seed1": "7 x 256, a third, seed 1", "seed2": "the same, seed 2",
-          "novels_mlm": "7 x 256", "novels_decay": "its decay",
+LOSSES = {"scratch_mlm": "masked LM, ten epochs", "scratch_seed1": "a third of it, seed 1",
+          "scratch_seed2": "seed 2", "scratch_seed3": "seed 3",
+          "scratch_rtd": "RTD, ten epochs (generator)",
+          "novels_mlm": "novels_7m: wrapped lines", "novels_decay": "its decay",
           "novels_sentences": "then whole sentences", "novels_longer": "and more of them",
-          "novels_ten_epochs": "ten epochs", "sentences_seed2": "sentences alone, a third",
-          "sentences_growing": "sentences alone, not decayed",
-          "novels_rtd": "generator of RTD",
-          "novels_rtd_from_mlm": "RTD from the masked LM",
+          "novels_ten_epochs": "ten epochs",
+          "novels_rtd_from_mlm": "RTD from a masked LM",
           "rtd_weak_300": "the same, weaker generator"}
 SCORES = {"pll_word": ("masked LM, or generator, by words", "o"),
           "discriminator_sum": ("discriminator, sum", "s")}
