@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.novels_picture
 
-Left, held-out losses by tokens (of novels_7m's first two stages on wrapped lines, of all others on
+Left, held-out losses by tokens (the earlier model's first two stages read wrapped lines, all others
 whole sentences); right, BLiMP by tokens, with 95 % intervals over pairs.
 """
 
@@ -18,7 +18,7 @@ RESULTS, OUT = Path("benchmarks/results/novels.json"), Path("docs/images/novels.
 LOSSES = {"scratch_mlm": "masked LM, ten epochs", "scratch_seed1": "a third of it, seed 1",
           "scratch_seed2": "seed 2", "scratch_seed3": "seed 3",
           "scratch_rtd": "RTD, ten epochs (generator)",
-          "novels_mlm": "novels_7m: wrapped lines", "novels_decay": "its decay",
+          "novels_mlm": "earlier model: wrapped lines", "novels_decay": "its decay",
           "novels_sentences": "then whole sentences", "novels_longer": "and more of them",
           "novels_ten_epochs": "ten epochs",
           "novels_rtd_from_mlm": "RTD from a masked LM",
