@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 RESULTS, OUT = Path("benchmarks/results/novels.json"), Path("docs/images/novels.png")
 LOSSES = {"scratch_mlm": "masked LM, ten epochs", "scratch_seed1": "a third of it, seed 1",
           "scratch_seed2": "seed 2", "scratch_seed3": "seed 3",
-          "scratch_rtd": "RTD, ten epochs (generator)",
+          "scratch_rtd": "RTD, ten epochs (generator)", "scratch_rtd_17M": "RTD, 17.5 M tokens",
           "novels_mlm": "earlier model: wrapped lines", "novels_decay": "its decay",
           "novels_sentences": "then whole sentences", "novels_longer": "and more of them",
           "novels_ten_epochs": "ten epochs",

@@ -208,7 +208,7 @@ def _of_text(file: str, text: Text, kind: str, name: str) -> Changes:
     length = min(text.packed or [given.data.seq_len], key=lambda n: abs(n - given.data.seq_len))
     return {
         "name": (name, ""), "out_dir": (f"runs/{name}", ""), "objective.kind": (
-            kind, "mlm teaches small models more (docs/evidence/learning.md), rtd others"),
+            kind, "mlm is ahead after few tokens, rtd after many (docs/evidence/learning.md)"),
         "model.vocab_size": (padded_rows(text.vocab_size),
                              f"the {text.vocab_size:,} ids of the tokenizer, padded"),
         "model.max_position": (max(length, given.model.max_position), ""),
