@@ -15,11 +15,10 @@ import argparse
 import json
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,11 +29,10 @@ from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.base.files import write_atomic
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.model import dropout, encoder
+from deberta_ds.model import encoder
 from deberta_ds.model import linear_cross_entropy as chunked
 from deberta_ds.model.attention.geometry import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.model.dropout import DropoutMask
 from deberta_ds.model.kernels import attention, kernel_table
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import activations
@@ -173,15 +171,13 @@ def _kernel_flops(name: str, args, outputs) -> int:
 
 def count_step(run: RunConfig) -> Count:
     """Return the operators of one micro-batch, forward and backward, in bf16."""
-    model_config = replace(run.model, attention_dropout=0.0)  # its seed is read on the host
-    run = replace(run, model=model_config)
     count = Count()
 
     def attend(*tensors, segments, query_positions_BQ=None, **options):
         part, count.part = count.part, "around attention"
         context = attention.fused_path(*tensors, geometry=options["geometry"], segments_BL=segments,
                              query_positions_BQ=query_positions_BQ, dropout=ATTENTION_DROPOUT,
-                             seed=1, keep_terms=options["keep_terms"])
+                             seed=options["seed"], keep_terms=options["keep_terms"])
         count.part = part
         return context
 
@@ -190,15 +186,9 @@ def count_step(run: RunConfig) -> Count:
                       and mode in ("auto", one.name))
         return kernel_table.Choice(kernel, "")
 
-    def gpu_dropout(hidden, share):  # one kernel there, three on a CPU
-        return torch.native_dropout(hidden, share, True)[0]
-
-    keep = DropoutMask(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
     chunk_for = chunked._chunk_for
     stand_ins = ((encoder, "attend", attend),
                  (kernel_table, "pick", pick),
-                 (dropout, "sample_dropout_mask", lambda _: keep),
-                 (F, "dropout", gpu_dropout),
                  (chunked, "_sample", activations._first_ids),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
     with ExitStack() as stack:

@@ -25,11 +25,11 @@ class Model(mlm.MlmModel):
 
     def forward(self, batch, normalizers):
         states_TC = self.masked_lm.target_states(self.words, batch)
-        labels_T = batch.labels.gather(1, batch.target_positions).flatten()[batch.target_index]
+        labels_T = batch.labels.gather(1, batch.target_positions).flatten()
         loss_sum, correct, _ = self.masked_lm.head(states_TC, self.words, labels_T,
                                                    valid_vocab=self.valid_vocab)
         sums = {"masked_loss": loss_sum, "masked_correct": correct,
-                "state_size": states_TC.float().square().mean(-1).sum()}
+                "state_size": (states_TC.float().square().mean(-1) * (labels_T >= 0)).sum()}
         loss = (loss_sum + WEIGHT * sums["state_size"]) / normalizers["targets"]
         return loss, {name: value.detach() for name, value in sums.items()}, {}
 

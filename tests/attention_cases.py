@@ -73,7 +73,8 @@ def run(case: Case, mode: str, dtype: torch.dtype, device: str = "cpu", keep_ter
     columns = case.columns()
     context = attend(*leaves, geometry=case.geometry, segments=case.segments_BL.to(device),
                      query_positions_BQ=None if columns is None else columns.to(device),
-                     dropout=case.dropout, seed=5, mode=mode, keep_terms=keep_terms)
+                     dropout=case.dropout, mode=mode,
+                     seed=torch.tensor([5], device=device), keep_terms=keep_terms)
     return [context, *torch.autograd.grad(context, [x for x in leaves if x is not None], grad)]
 
 

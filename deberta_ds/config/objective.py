@@ -1,5 +1,6 @@
 """What is learned, and from which tokens: section [objective] of a run file."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,12 +10,19 @@ from deberta_ds.config.options import STRICT, OneOfOrOwn, option
 
 _Rate = Annotated[float, Field(gt=0, lt=1)]
 _Temperature = Annotated[float, Field(ge=0.01, le=100)]
+_RATE_STEPS = 8  # numbers of slots of a run whose mask rate changes
+_OVERSHOOT = 16  # tokens of the word with which the official sampler passes its budget
 
 
-def _on_line(first: float, last: float | None, share: float) -> float:
-    """Return the point of a straight line at min(share, 1), exact at both ends; last None: flat."""
-    share = 0.0 if last is None else min(1.0, share)
-    return (1.0 - share) * first + share * (last or 0.0)
+def _on_line(first: float, last: float | None, share):
+    """Return the point of a straight line at min(share, 1), exact at both ends; last None: flat.
+
+    share: a number, or a scalar tensor of at most 1.
+    """
+    if last is None:
+        return first
+    share = min(1.0, share) if isinstance(share, (int, float)) else share
+    return (1.0 - share) * first + share * last
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -37,6 +45,19 @@ class MaskConfig:
     def rate_at(self, run_fraction: float) -> float:
         """Return the rate of a row that has `run_fraction` of the run's rows before it."""
         return _on_line(self.rate, self.final_rate, run_fraction)
+
+    def slots(self, length: int, rate: float) -> int:
+        """Return for how many targets a sequence at this rate has room: of a run, few numbers.
+
+        Each is another shape of a step, which a CUDA graph is captured for and a CPU compiles for.
+        """
+        final = self.rate if self.final_rate is None else self.final_rate
+        low, high = sorted((self.rate, final))
+        step = (high - low) / _RATE_STEPS
+        if step:
+            rate = min(high, low + math.ceil((rate - low) / step - 1e-9) * step)
+        by_words = self.selection == "deberta_window" and self.max_ngram > 1
+        return min(length, math.ceil(rate * length - 1e-9) + (_OVERSHOOT if by_words else 0))
 
     def __post_init__(self):
         if self.mask_share + self.random_share > 1 + 1e-9:

@@ -10,13 +10,17 @@ import torch
 
 from deberta_ds.data.masking import IGNORE
 
+# Slots beyond those that a row foresees come by this many, so that few shapes exist.
+_MORE_SLOTS = 16
+
 
 @dataclass(frozen=True)
 class Row:
     """One packed and masked row.
 
     row: global row number g. input_ids i64[L]. labels i64[L]: original id at masked positions, -100
-    elsewhere. segments i32[L]: 0 = padding, 1.. = piece number. positions i32[L].
+    elsewhere. segments i32[L]: 0 = padding, 1.. = piece number. positions i32[L]. slots: for how
+    many targets a batch has room, whatever the row has; 0: for those that there are.
     """
 
     row: int
@@ -24,13 +28,14 @@ class Row:
     labels: np.ndarray
     segments: np.ndarray
     positions: np.ndarray
+    slots: int = 0
 
 
 @dataclass
 class Batch:
     """A micro-batch. rows i64[B]; input_ids, labels, positions i64[B, L]; segments i32[B, L];
-    target_positions i64[B, M]: columns of the masked positions in order, padded with 0;
-    target_index i64[T]: flat indices into [B * M] of the real targets.
+    target_positions i64[B, M]: columns of the masked positions in order, then that of a column
+    without a target, whose label is -100: batches of one shape, whatever is masked.
     run_fraction: how much of the run is done before its step; 1 outside of a run, as at its end.
     """
 
@@ -40,14 +45,13 @@ class Batch:
     segments: torch.Tensor
     positions: torch.Tensor
     target_positions: torch.Tensor
-    target_index: torch.Tensor
     num_targets: int
     num_tokens: int
     run_fraction: float = 1.0
 
-    def to(self, device) -> "Batch":
+    def to(self, device, copy: bool = False) -> "Batch":
         """Return the batch with its tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True, copy=copy))
 
     def pin_memory(self) -> "Batch":
         """Return the batch in pinned memory, which a copy to a GPU does not wait for."""
@@ -72,16 +76,19 @@ def collate(rows: list[Row]) -> Batch:
     segments_BL = np.stack([row.segments for row in rows])
     row_T, column_T = np.nonzero(labels_BL != IGNORE)
     counts_B = np.bincount(row_T, minlength=len(rows))
-    slots = max(1, int(counts_B.max()))
+    slots, most = max(1, *(row.slots for row in rows)), int(counts_B.max())
+    if most > slots:
+        more = _MORE_SLOTS if slots > 1 else 1
+        slots = min(slots + -(-(most - slots) // more) * more, labels_BL.shape[1])
     before_B = np.cumsum(counts_B) - counts_B
     slot_T = np.arange(len(row_T)) - before_B[row_T]
-    target_positions_BM = np.zeros((len(rows), slots), dtype=np.int64)
+    unlabeled_B1 = (labels_BL == IGNORE).argmax(1)[:, None]
+    target_positions_BM = np.repeat(unlabeled_B1, slots, axis=1)
     target_positions_BM[row_T, slot_T] = column_T
     return Batch(
         rows=torch.tensor([row.row for row in rows], dtype=torch.int64),
         input_ids=torch.from_numpy(np.stack([row.input_ids for row in rows])),
         labels=torch.from_numpy(labels_BL), segments=torch.from_numpy(segments_BL),
         positions=torch.from_numpy(np.stack([row.positions for row in rows]).astype(np.int64)),
-        target_positions=torch.from_numpy(target_positions_BM),
-        target_index=torch.from_numpy(row_T * slots + slot_T), num_targets=len(row_T),
+        target_positions=torch.from_numpy(target_positions_BM), num_targets=len(row_T),
         num_tokens=int(np.count_nonzero(segments_BL)))

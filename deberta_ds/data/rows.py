@@ -154,12 +154,14 @@ class RowDataset:
                 f"not one of the {size} ids of the tokenizer (sequence {g} of the run); run "
                 f"data_prep/verify.py {corpus.path} --verify full and copy the damaged shard again")
         if replaced:
-            return Row(g, *replaced.apply(draw, *corpus.shard_row(row), ids), segments, positions)
+            return Row(g, *replaced.apply(draw, *corpus.shard_row(row), ids), segments, positions,
+                       slots=self.seq_len)
         rng = np.random.Generator(np.random.Philox(key=[self.seed, g]))
         input_ids, labels = mask_row(
             ids, word_start, self._character_start, self._special, self.mask, self._mask_id, rng,
             pad_id=self._pad_id, rate=rate, flipped_L=flipped)
-        return Row(g, input_ids, labels, segments, positions)
+        return Row(g, input_ids, labels, segments, positions,
+                   slots=self.mask.slots(self.seq_len, rate))
 
 
 def frame_pieces(pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int,

@@ -131,10 +131,8 @@ class TaskModel(nn.Module):
 
     def scores(self, sums_RLC: Tensor, batch: FeatureBatch) -> Tensor:
         """Return the fp32 scores for given `sums` (adversarial training perturbs them)."""
-        trunk = self.backbone.trunk
-        embedded_RLC = trunk.input.normalize(sums_RLC, batch.segments_RL)
-        hidden_RLC = trunk.encoder(embedded_RLC, batch.segments_RL,
-                                   cls_only=reads_first_only(self.head))
+        hidden_RLC = self.backbone.trunk.encode(sums_RLC, batch.segments_RL,
+                                                cls_only=reads_first_only(self.head))
         return self.head(hidden_RLC, batch).float()
 
 

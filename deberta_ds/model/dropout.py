@@ -1,40 +1,76 @@
-"""Dropout of hidden states as a function of (seed, element); LayerNorm and GELU next to it.
+"""Dropout of hidden states as a function of (seed, place, element); LayerNorm and GELU next to it.
 
-On a CPU torch samples dropout masks one element at a time: 6 to 14 ns each, more than the matmuls
-of a narrow network. Here the mask is a hash of the element's index and of two keys, so a
-step is a function of (seed, step, rank), and activation checkpointing replays it. On a GPU one
-kernel computes LayerNorm(dropout(x) + y) with the same mask; dropout by itself is torch's.
+A mask is a hash of the element's index and of two keys. All places of a network get their keys at
+once, on the device, from one number: a step is a function of (seed, step, rank), activation
+checkpointing replays it, a CUDA graph reads new keys in each replay, and every device drops the
+same elements. (On a CPU torch samples dropout masks one element at a time: 6 to 14 ns each, more
+than the matmuls of a narrow network.) On a GPU one kernel computes LayerNorm(dropout(x) + y).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deberta_ds.base.splitmix import dropout_threshold
+from deberta_ds.base.splitmix import GAMMA, dropout_threshold, mix_tensor, signed
 from deberta_ds.model.kernels import kernel_table
 
 MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 _VALUES = 1 << 32
+_MOST_KEYS = 1 << 20  # of a pass
+
+
+class _Passes:
+    """Where the keys of passes through networks come from."""
+
+    seed: Tensor | None = None  # int64 [1]; None: torch's CPU generator gives each pass its own
+    count = 0  # passes since the seed was set
+
+
+@contextmanager
+def seeded(seed: Tensor | None) -> Iterator[None]:
+    """Make dropout inside a function of `seed`, int64 [1] on the device, and the number of the pass
+    through a network. A CUDA graph that is captured inside reads `seed` again in each replay.
+    """
+    before = _Passes.seed, _Passes.count
+    _Passes.seed, _Passes.count = seed, 0
+    try:
+        yield
+    finally:
+        _Passes.seed, _Passes.count = before
+
+
+def pass_keys(count: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return `count` keys, int64 [2] each, for one pass through a network."""
+    seed, first = _Passes.seed, 1
+    if seed is None:
+        seed = torch.randint(2**62, (1,)).to(device)
+    else:
+        first += _Passes.count * _MOST_KEYS
+        _Passes.count += 1
+    counters = torch.arange(first, first + 2 * count, device=device)
+    # Two words are 16 bytes: Triton compiles another binary for a pointer that is not aligned.
+    return mix_tensor(counters * signed(GAMMA) + seed).view(count, 2).unbind()
 
 
 @dataclass(frozen=True)
 class DropoutMask:
     """Which elements of any tensor are kept, by index; kept ones are multiplied by `scale`."""
 
-    key: int
-    second_key: int
+    key: Tensor  # int64 [2] on the device, of which the lower 32 bits count
     threshold: int  # elements with random bits below it are dropped
 
     @property
     def scale(self) -> float:
         return 1 / (1 - self.threshold / _VALUES)
 
-    def signed(self) -> tuple[int, int, int]:
-        """Return keys and threshold as int32 has them."""
-        return _signed(self.key), _signed(self.second_key), _signed(self.threshold)
+    @property
+    def signed_threshold(self) -> int:
+        """The threshold as int32 has it."""
+        return _signed(self.threshold)
 
     def apply(self, hidden: Tensor) -> Tensor:
         """Return dropout(hidden)."""
@@ -42,10 +78,11 @@ class DropoutMask:
 
     def mask(self, like: Tensor) -> Tensor:
         """Return 0 or 1 for each element of a contiguous tensor, in its dtype."""
-        bits = torch.arange(like.numel(), dtype=torch.int32)
-        bits += _signed(self.key)
+        key, second_key = self.key.to(torch.int32).split(1)
+        bits = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
+        bits += key
         shifted = _shift_right(bits, 16)
-        bits.bitwise_xor_(shifted).mul_(_signed(MIX_1)).bitwise_xor_(_signed(self.second_key))
+        bits.bitwise_xor_(shifted).mul_(_signed(MIX_1)).bitwise_xor_(second_key)
         bits.bitwise_xor_(_shift_right(bits, 15)).mul_(_signed(MIX_2))
         bits.bitwise_xor_(_shift_right(bits, 15))
         bits.bitwise_xor_(-(1 << 31))  # unsigned order as signed order
@@ -53,19 +90,29 @@ class DropoutMask:
         return kept.view(like.shape).to(like.dtype)
 
 
+def mask_of(dropout: float, key: Tensor | None) -> DropoutMask | None:
+    """Return the mask of a place that drops this share; None without dropout."""
+    if not dropout:
+        return None
+    assert key is not None, "dropout in training needs a key (pass_keys)"
+    return DropoutMask(key, dropout_threshold(dropout))
+
+
 class Dropout(nn.Module):
-    """nn.Dropout; on a CPU with a `DropoutMask`."""
+    """nn.Dropout by a `DropoutMask`."""
 
     def __init__(self, p: float):
         super().__init__()
         self.p = p
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        if not self.training or not self.p:
+    def forward(self, hidden: Tensor, key: Tensor | None) -> Tensor:
+        """Return dropout(hidden); `key`, int64 [2], is needed in training."""
+        mask = mask_of(self.p if self.training else 0.0, key)
+        if mask is None:
             return hidden
-        if is_hashed(hidden):
-            return sample_dropout_mask(self.p).apply(hidden)
-        return F.dropout(hidden, self.p)
+        request = kernel_table.Request(hidden.device, hidden.dtype, hidden.shape[-1])
+        fused = kernel_table.pick("dropout", request).load()
+        return mask.apply(hidden) if fused is None else fused(hidden, mask)
 
 
 class LinearGelu(nn.Linear):
@@ -92,15 +139,14 @@ class ResidualNorm(nn.LayerNorm):
         super().__init__(size, eps=eps)
         self.dropout = dropout
 
-    def forward(self, sublayer: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        p = self.dropout if self.training else 0.0
+    def forward(self, sublayer: Tensor, hidden: Tensor, key: Tensor | None = None
+                ) -> tuple[Tensor, Tensor | None]:
+        """`key`, int64 [2], is needed in training with dropout."""
+        mask = mask_of(self.dropout if self.training else 0.0, key)
         fused = fused_kernel("LayerNorm", sublayer.dtype, hidden)
-        if p and not (fused or is_hashed(sublayer)):
-            sublayer, p = F.dropout(sublayer, p), 0.0
-        mask = sample_dropout_mask(p) if p else DropoutMask(0, 0, 0)
         if fused is not None:
             return fused(sublayer, hidden, self.weight, self.bias, self.eps, mask)
-        if p:
+        if mask is not None:
             sublayer = mask.apply(sublayer)
         return super().forward(sublayer + hidden), None
 
@@ -118,20 +164,6 @@ def fused_kernel(idea: str, sublayer: torch.dtype, hidden: Tensor) -> Callable |
         return None
     request = kernel_table.Request(device, sublayer, hidden.shape[-1], dtype)
     return kernel_table.pick(idea, request).load()
-
-
-def is_hashed(tensor: Tensor) -> bool:
-    """Return whether torch's operators drop this tensor's elements by hash: on a CPU.
-
-    Fake tensors do not count: the planner traces a GPU's memory with them.
-    """
-    return tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
-
-
-def sample_dropout_mask(dropout: float) -> DropoutMask:
-    """Return fresh keys from torch's CPU generator."""
-    key, second_key = torch.randint(_VALUES, (2,)).tolist()
-    return DropoutMask(key, second_key, dropout_threshold(dropout))
 
 
 def _signed(word: int) -> int:

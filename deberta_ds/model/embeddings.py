@@ -62,20 +62,18 @@ class InputBlock(nn.Module):
         self.norm = _InputNorm(config.hidden_size, eps=config.norm_eps)
         self.dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, token_vectors_BLC: Tensor, segments_BL: Tensor, positions_BL: Tensor
-                ) -> Tensor:
-        return self.normalize(self.add_positions(token_vectors_BLC, positions_BL), segments_BL)
-
     def add_positions(self, token_vectors_BLC: Tensor, positions_BL: Tensor) -> Tensor:
         """Return token vectors, plus absolute positions if the model has them."""
         if not self.has_positions:
             return token_vectors_BLC
         return token_vectors_BLC + self.positions(positions_BL)
 
-    def normalize(self, sums_BLC: Tensor, segments_BL: Tensor) -> Tensor:
-        """Return the encoder's input, in the dtype of the parameters."""
+    def forward(self, sums_BLC: Tensor, segments_BL: Tensor, key: Tensor | None) -> Tensor:
+        """Return the encoder's input from the result of `add_positions`, in the dtype of the
+        parameters; `key` is of dropout.
+        """
         hidden_BLC = self.norm(sums_BLC) * (segments_BL > 0).unsqueeze(-1)
-        return self.dropout(hidden_BLC)
+        return self.dropout(hidden_BLC, key)
 
 
 class _InputNorm(nn.LayerNorm):

@@ -25,13 +25,17 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model import fused_projections
 from deberta_ds.model.attention import Geometry, attend, attend_cls
-from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm
+from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm, pass_keys
 from deberta_ds.model.embeddings import InputBlock
 from deberta_ds.model.kernels import kernel_table
 
 _LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 _COLUMNS = 512  # of one matmul of `gather_columns`
 ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
+Keys = tuple[Tensor | None, ...]  # of dropout, int64 [2] each (`dropout.pass_keys`)
+# Of a layer: the relative table's, then those of a block, and of its second use by the decoder.
+_BLOCK_KEYS = 3
+_LAYER_KEYS = 1 + 2 * _BLOCK_KEYS
 
 
 class DecoderQueries(NamedTuple):
@@ -60,13 +64,16 @@ class Attention(nn.Module):
                 self.position_query = nn.Linear(size, size)
         self.relative_dropout = Dropout(config.hidden_dropout)
 
-    def project(self, hidden_BLC: Tensor, relative_SC: Tensor | None
+    def project(self, hidden_BLC: Tensor, relative_SC: Tensor | None, key: Tensor | None
                 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the queries of all columns, and the result of `project_keys_values`."""
+        """Return the queries of all columns, and the result of `project_keys_values`.
+
+        `key` is of the relative table's dropout.
+        """
         projections = self._position_projections(relative_SC)
         inputs, linears = [hidden_BLC], [self.query, self.key, self.value]
         if projections:
-            relative_SC = self.relative_dropout(relative_SC)
+            relative_SC = self.relative_dropout(relative_SC, key)
             inputs.append(relative_SC)
             linears += [x for x in projections.values() if x not in linears]
         shared = kernel_table.pick("projections", kernel_table.Request(
@@ -81,12 +88,12 @@ class Attention(nn.Module):
         keys_values = (self._heads(keys), self._heads(values), tables.get("c2p"), tables.get("p2c"))
         return self._heads(queries), keys_values
 
-    def project_keys_values(self, hidden_BLC: Tensor, relative_SC: Tensor | None
-                       ) -> tuple[Tensor | None, ...]:
+    def project_keys_values(self, hidden_BLC: Tensor, relative_SC: Tensor | None,
+                            key: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Return (keys, values, position keys, position queries), shared by every query."""
         projections = self._position_projections(relative_SC)
         if projections:
-            relative_SC = self.relative_dropout(relative_SC)
+            relative_SC = self.relative_dropout(relative_SC, key)
         return self._project_keys_values(hidden_BLC, projections, relative_SC)
 
     def _project_keys_values(self, hidden_BLC: Tensor, projections: dict[str, nn.Linear],
@@ -100,15 +107,14 @@ class Attention(nn.Module):
         return self._heads(self.query(queries_BQC))
 
     def forward(self, queries_BHQD: Tensor, keys_values: tuple[Tensor | None, ...],
-                segments_BL: Tensor, columns_BQ: Tensor | None) -> Tensor:
+                segments_BL: Tensor, columns_BQ: Tensor | None, key: Tensor | None) -> Tensor:
         """Return the attention output [B, Q, C]; query q stands at column columns_BQ (None: q).
 
-        One query without a column stands at column 0.
+        One query without a column stands at column 0. `key` is of dropout.
         """
         keys, values, position_key, position_query = keys_values
         dropout = self.config.attention_dropout if self.training else 0.0
-        # From the CPU generator: replayed by activation checkpointing, no device sync.
-        seed = int(torch.randint(2**62, ())) if dropout else None
+        seed = key[:1] if dropout and key is not None else None
         tensors = queries_BHQD, keys, values, position_key, position_query
         if columns_BQ is None and queries_BHQD.size(2) == 1:
             context_BQHD = attend_cls(*tensors, geometry=self.geometry, segments_BL=segments_BL,
@@ -151,41 +157,44 @@ class Layer(nn.Module):
         self.ffn_norm = ResidualNorm(size, config.norm_eps, config.hidden_dropout)
 
     def forward(self, hidden_BLC: Tensor, residual_BLC: Tensor | None, relative_SC: Tensor | None,
-                segments_BL: Tensor, decoder: DecoderQueries | None = None,
+                segments_BL: Tensor, keys: Keys, decoder: DecoderQueries | None = None,
                 cls_only: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, L, C]; with `decoder`, the decoded states [B, M, C].
 
         `residual_BLC` is the input of the residual connection: the values of `hidden_BLC`, as
         another autograd output, so that the norm's backward adds both gradients (`ResidualNorm`).
         The result is such a pair, too. With `cls_only`, only the output [B, 1, C] at column 0 is
-        computed.
+        computed. `keys`: _LAYER_KEYS of dropout.
 
         The decoder applies this very block twice with the queries z + h, then its own output,
         while keys and values stay those of `hidden_BLC` (`emd_context_layer` of the official
         masked_language_model.py), so they are computed once.
         """
-        attention = self.attention
+        attention, (of_table, *of_blocks) = self.attention, keys
         residual_BLC = hidden_BLC if residual_BLC is None else residual_BLC
         if decoder is None and not cls_only:
-            queries_BHQD, keys_values = attention.project(hidden_BLC, relative_SC)
-            return self._block(residual_BLC, queries_BHQD, keys_values, segments_BL, None)
-        keys_values = attention.project_keys_values(hidden_BLC, relative_SC)
+            queries_BHQD, keys_values = attention.project(hidden_BLC, relative_SC, of_table)
+            return self._block(residual_BLC, queries_BHQD, keys_values, segments_BL, of_blocks)
+        keys_values = attention.project_keys_values(hidden_BLC, relative_SC, of_table)
         if decoder is None:
             queries_BHQD = attention.project_queries(hidden_BLC[:, :1])
-            return self._block(residual_BLC[:, :1], queries_BHQD, keys_values, segments_BL, None)
+            return self._block(residual_BLC[:, :1], queries_BHQD, keys_values, segments_BL,
+                               of_blocks)
         states_BMC = decoder.position_vectors_BMC + gather_columns(hidden_BLC, decoder.columns_BM)
-        for _ in range(2):
+        for first in (0, _BLOCK_KEYS):
             queries_BHMD = attention.project_queries(states_BMC)
             states_BMC, _ = self._block(states_BMC, queries_BHMD, keys_values, segments_BL,
-                                        decoder.columns_BM)
+                                        of_blocks[first:], decoder.columns_BM)
         return states_BMC, None
 
     def _block(self, residual_BQC: Tensor, queries_BHQD: Tensor, keys_values: tuple,
-               segments_BL: Tensor, columns_BQ: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        attended_BQC = self.attention(queries_BHQD, keys_values, segments_BL, columns_BQ)
-        hidden_BQC, copy_BQC = self.attention_norm(attended_BQC, residual_BQC)
+               segments_BL: Tensor, keys: list[Tensor | None], columns_BQ: Tensor | None = None
+               ) -> tuple[Tensor, Tensor | None]:
+        of_pairs, of_attention, of_ffn = keys[:_BLOCK_KEYS]
+        attended_BQC = self.attention(queries_BHQD, keys_values, segments_BL, columns_BQ, of_pairs)
+        hidden_BQC, copy_BQC = self.attention_norm(attended_BQC, residual_BQC, of_attention)
         residual_BQC = hidden_BQC if copy_BQC is None else copy_BQC
-        return self.ffn_norm(self.ffn_out(self.ffn_in(hidden_BQC)), residual_BQC)
+        return self.ffn_norm(self.ffn_out(self.ffn_in(hidden_BQC)), residual_BQC, of_ffn)
 
 
 class Convolution(nn.Module):
@@ -203,13 +212,14 @@ class Convolution(nn.Module):
         self.dropout = Dropout(config.hidden_dropout)
         self.activation = ACTIVATIONS[config.conv_activation]
 
-    def forward(self, embedded_BLC: Tensor, first_layer_BLC: Tensor, segments_BL: Tensor) -> Tensor:
+    def forward(self, embedded_BLC: Tensor, first_layer_BLC: Tensor, segments_BL: Tensor,
+                key: Tensor | None) -> Tensor:
         real_BL1 = (segments_BL > 0).unsqueeze(-1)
         taps = torch.cat([self._shift(embedded_BLC, segments_BL, tap - self.kernel // 2)
                           for tap in range(self.kernel)], dim=-1)
         weight = self.weight.permute(0, 2, 1).flatten(1)
         convolved = F.linear(taps, weight, self.bias) * real_BL1
-        mixed = first_layer_BLC + self.activation(self.dropout(convolved))
+        mixed = first_layer_BLC + self.activation(self.dropout(convolved, key))
         return self.norm(mixed) * real_BL1
 
     @staticmethod
@@ -242,21 +252,23 @@ class Encoder(nn.Module):
         else:
             self.relative = None
 
-    def forward(self, embedded_BLC: Tensor, segments_BL: Tensor,
+    def forward(self, embedded_BLC: Tensor, segments_BL: Tensor, keys: Keys,
                 decoder: DecoderQueries | None = None, cls_only: bool = False) -> Tensor:
         """Return the last hidden states [B, L, C], or with `decoder` the decoded ones [B, M, C].
 
-        With `cls_only`, those of column 0 [B, 1, C]: the last layer computes no other.
+        With `cls_only`, those of column 0 [B, 1, C]: the last layer computes no other. `keys` of
+        dropout: the convolution's, then _LAYER_KEYS for each layer.
         """
         relative_SC = self.relative_table()
         hidden_BLC, residual_BLC = embedded_BLC, None
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             asked = (decoder, cls_only and last > 0) if number == last else ()
+            own = keys[1 + number * _LAYER_KEYS:][:_LAYER_KEYS]
             hidden_BLC, residual_BLC = self._run(number, layer, hidden_BLC, residual_BLC,
-                                                 relative_SC, segments_BL, *asked)
+                                                 relative_SC, segments_BL, own, *asked)
             if number == 0 and self.convolution is not None:
-                hidden_BLC = self.convolution(embedded_BLC, hidden_BLC, segments_BL)
+                hidden_BLC = self.convolution(embedded_BLC, hidden_BLC, segments_BL, keys[0])
                 residual_BLC = None
         return hidden_BLC[:, :1] if cls_only else hidden_BLC
 
@@ -269,7 +281,9 @@ class Encoder(nn.Module):
         if self.training and checkpoints:
             # Reentrant checkpointing fails under ZeRO-3 when a block is applied more than once.
             context = save_linear_outputs if self.checkpointing == "selective" else noop_context_fn
-            return checkpoint(layer, *inputs, use_reentrant=False, context_fn=context)
+            # Without torch's random state, which nothing in a layer asks and a graph cannot read.
+            return checkpoint(layer, *inputs, use_reentrant=False, context_fn=context,
+                              preserve_rng_state=False)
         return layer(*inputs)
 
 
@@ -280,6 +294,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.input = InputBlock(config)
         self.encoder = Encoder(config)
+        self.has_dropout = max(config.hidden_dropout, config.attention_dropout) > 0
 
     def forward(self, token_vectors_BLC: Tensor, segments_BL: Tensor,
                 positions_BL: Tensor | None = None, decoder: DecoderQueries | None = None
@@ -293,8 +308,18 @@ class Trunk(nn.Module):
             length = token_vectors_BLC.size(1)
             positions_BL = torch.arange(length, device=token_vectors_BLC.device).expand(
                 token_vectors_BLC.shape[:2])
-        embedded_BLC = self.input(token_vectors_BLC, segments_BL, positions_BL)
-        return self.encoder(embedded_BLC, segments_BL, decoder)
+        sums_BLC = self.input.add_positions(token_vectors_BLC, positions_BL)
+        return self.encode(sums_BLC, segments_BL, decoder)
+
+    def encode(self, sums_BLC: Tensor, segments_BL: Tensor, decoder: DecoderQueries | None = None,
+               cls_only: bool = False) -> Tensor:
+        """Return hidden states from the result of `input.add_positions`; see `Encoder`."""
+        count = 2 + _LAYER_KEYS * len(self.encoder.layers)
+        keys: Keys = (None,) * count
+        if self.training and self.has_dropout:
+            keys = pass_keys(count, sums_BLC.device)
+        embedded_BLC = self.input(sums_BLC, segments_BL, keys[0])
+        return self.encoder(embedded_BLC, segments_BL, keys[1:], decoder, cls_only)
 
 
 def save_linear_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:

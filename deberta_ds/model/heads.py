@@ -55,13 +55,16 @@ class MaskedLm(nn.Module):
         self.head = MaskedLmHead(config)
 
     def forward(self, words: TokenEmbedding, batch, **prediction):
-        """Return the head's (loss sum, number correct, sampled ids [T] or None) of a `Batch`."""
+        """Return the head's (loss sum, number correct, sampled ids [T] or None) of a `Batch`.
+
+        T: its slots, B x M, of which those without a target count for nothing.
+        """
         hidden_TC = self.target_states(words, batch)
-        labels_T = batch.labels.gather(1, batch.target_positions).flatten()[batch.target_index]
+        labels_T = batch.labels.gather(1, batch.target_positions).flatten()
         return self.head(hidden_TC, words, labels_T, **prediction)
 
     def target_states(self, words: TokenEmbedding, batch) -> Tensor:
-        """Return the head's input [T, C]: decoded states of the batch's real targets."""
+        """Return the head's input [T, C]: decoded states of the batch's slots."""
         columns_BM = batch.target_positions
         decoder = None
         if self.positions is not None:
@@ -70,7 +73,7 @@ class MaskedLm(nn.Module):
         hidden = self.trunk(words(batch.input_ids), batch.segments, batch.positions, decoder)
         if decoder is None:
             hidden = gather_columns(hidden, columns_BM)
-        return hidden.flatten(0, 1)[batch.target_index]
+        return hidden.flatten(0, 1)
 
 
 class ReplacedTokenHead(nn.Module):

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 # fp32 logits held at once when the caller names no chunk: on the CPU 2 MiB, which stay in cache.
 _CPU_CHUNK_LOGITS, _CHUNK_LOGITS = 1 << 19, 1 << 24
 _ALIGNED_IDS = 128
+IGNORE = -100  # the label of a row that counts for nothing
 _SUM_BLOCK = 64
 _SAVED_LOGITS = 1 << 26  # up to this many products (256 MiB of fp32) are saved for backward
 
@@ -29,25 +30,27 @@ Spans = list[tuple[int, int]]  # [start, end) of each chunk of the ids that may 
 
 
 def linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
-                         uniforms_T: Tensor | None = None, temperature: float = 1.0,
+                         uniforms_T: Tensor | None = None, temperature: Tensor | float = 1.0,
                          chunk: int | None = None, valid_vocab: int | None = None
                         ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids).
 
     loss_sum: fp32 (fp64 for fp64 input) scalar, sum over rows of -log softmax(hidden W^T + b) at
       the label; differentiable in hidden, weight and bias. T = 0 gives 0 with zero gradients.
+      Rows with the label -100 count for nothing.
     correct_count: int64 scalar, rows whose largest logit is at the label (lowest id wins a tie).
     sampled_ids: int64 [T], or None without `uniforms_T`. Row t gets the id where the cumulative
       softmax(logits / temperature) first exceeds uniforms_T[t] in [0, 1): an exact sample.
     chunk: vocabulary ids handled at once; None: a size for the device.
-    labels_T: ids below valid_vocab. ValueError for others on a CPU; a GPU would have to be waited
-      for, and training data were checked when they were read.
+    labels_T: ids below valid_vocab, or -100. ValueError for others on a CPU; a GPU would have to be
+      waited for, and training data were checked when they were read.
+    temperature: a number, or a scalar tensor on the device.
     valid_vocab: ids from here up are never predicted (probability 0, gradient 0).
     """
     size = weight_VC.shape[0] if valid_vocab is None else valid_vocab
     if not 0 < size <= weight_VC.shape[0]:
         raise ValueError(f"valid_vocab {size} is not in 1..{weight_VC.shape[0]}")
-    if temperature <= 0:
+    if not isinstance(temperature, Tensor) and temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     if labels_T.is_cpu:
         _check_labels(labels_T, size)
@@ -62,8 +65,11 @@ def linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, l
 
 def _check_labels(labels_T: Tensor, size: int) -> None:
     """Raise ValueError for a label that cannot be predicted: its loss would look like any other."""
-    if type(labels_T) is not Tensor or torch.compiler.is_compiling() or not labels_T.numel():
+    if type(labels_T) is not Tensor or torch.compiler.is_compiling():
         return  # a traced tensor has no numbers
+    labels_T = labels_T[labels_T != IGNORE]
+    if not labels_T.numel():
+        return
     low, high = (int(label) for label in labels_T.aminmax())
     if not 0 <= low <= high < size:
         raise ValueError(f"labels {low}..{high} are not all in 0..{size - 1}, the ids that may be "
@@ -118,6 +124,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         argmax_T = torch.zeros_like(labels_T)
         label_logit_T = torch.zeros_like(max_logit_T)
         save = rows * size <= _SAVED_LOGITS
+        separate = uniforms_T is not None and (isinstance(temperature, Tensor)
+                                               or temperature != 1.0)
         chunk_lse, sample_lse, saved = [], [], []
         for start, end in spans:
             products_TN = logits.products(logits.weight(start, end))
@@ -130,11 +138,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             argmax_T = torch.where(better_T, max_id_T + start, argmax_T)
             here_T, column_T = _labels_in(labels_T, start, end)
             label_logit_T += logits_TN.gather(1, column_T[:, None])[:, 0] * here_T
-            if uniforms_T is not None and temperature != 1.0:
+            if separate:
                 sample_lse.append((logits_TN / temperature).logsumexp(-1))
             chunk_lse.append(logits_TN.sub_(max_T[:, None]).exp_().sum(-1).log_().add_(max_T))
         log_norm_T = torch.stack(chunk_lse, -1).logsumexp(-1)
-        loss_sum = (log_norm_T - label_logit_T).sum()
+        loss_sum = sum_of_targets(log_norm_T - label_logit_T, labels_T)
         correct = (argmax_T == labels_T).sum()
 
         def logits_of(number, some):
@@ -165,14 +173,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias_V = torch.empty_like(bias_V)
         grad_weight_VC[size:] = 0
         grad_bias_V[size:] = 0
-        scale = grad_loss.to(logits.dtype)
+        scale_T1 = torch.where(labels_T >= 0, grad_loss.to(logits.dtype), 0.0)[:, None]
         for number, (start, end) in enumerate(ctx.spans):
             weight_NC = logits.weight(start, end)
             products_TN = saved[number] if saved else logits.products(weight_NC)
             grad_TN = logits.of(products_TN, start, end).sub_(log_norm_T[:, None]).exp_()
             here_T, column_T = _labels_in(labels_T, start, end)
             grad_TN.scatter_add_(1, column_T[:, None], -here_T[:, None].to(grad_TN.dtype))
-            grad_TN.mul_(scale)
+            grad_TN.mul_(scale_T1)
             grad_bias_V[start:end] = grad_TN.sum(0)
             grad_TN = grad_TN.to(hidden_TC.dtype)
             grad_hidden_TC += grad_TN @ weight_NC
@@ -187,13 +195,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden_TC, grad_weight_VC, grad_bias_V, None, None, None, None
 
 
+def sum_of_targets(losses_T: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the sum over rows that have a label, whatever the others hold."""
+    return torch.where(labels_T >= 0, losses_T, 0.0).sum()
+
+
 def _labels_in(labels_T, start, end) -> tuple[Tensor, Tensor]:
     """Return (is the label in this chunk, its column there or 0)."""
     here_T = (labels_T >= start) & (labels_T < end)
     return here_T, (labels_T - start).clamp(0, end - start - 1)
 
 
-def _sample(uniforms_T: Tensor, temperature: float, lse_TK: Tensor, spans: Spans,
+def _sample(uniforms_T: Tensor, temperature: Tensor | float, lse_TK: Tensor, spans: Spans,
             logits_of: Callable) -> Tensor:
     """Return ids by inverse CDF: the chunk by its probability, then the id inside it.
 
@@ -201,19 +214,24 @@ def _sample(uniforms_T: Tensor, temperature: float, lse_TK: Tensor, spans: Spans
     cumulative sum over 128,000 ids would bias rare ids.
     """
     chunk_T, inside_T = sample_chunks(lse_TK, uniforms_T)
-    sampled_T = torch.empty_like(chunk_T)
-    order_T = chunk_T.argsort(stable=True)
-    counts = torch.bincount(chunk_T, minlength=lse_TK.shape[1]).tolist()  # the only device sync
-    first = 0
-    for number, ((start, end), count) in enumerate(zip(spans, counts, strict=True)):
-        rows = order_T[first : first + count]
-        first += count
-        if count:
+    sampled_T = torch.zeros_like(chunk_T)
+    for number, (start, end) in enumerate(spans):
+        here_T = chunk_T == number
+        rows = _rows_to_sample(here_T)
+        if len(rows):
             probs = (logits_of(number, rows).double() / temperature).softmax(-1)
             inside_T1 = inside_T[rows, None]
             column = torch.searchsorted(running_sums(probs), inside_T1, right=True)[:, 0]
-            sampled_T[rows] = column.clamp_(max=end - start - 1) + start
+            found_T = sampled_T.index_copy(0, rows, column.clamp_(max=end - start - 1) + start)
+            sampled_T = torch.where(here_T, found_T, sampled_T)
     return sampled_T
+
+
+def _rows_to_sample(here_T: Tensor) -> Tensor:
+    """Return the rows that need a chunk; on a GPU all: it would have to be waited for."""
+    if here_T.is_cpu:
+        return here_T.nonzero()[:, 0]
+    return torch.arange(len(here_T), device=here_T.device)
 
 
 def sample_chunks(lse_TK: Tensor, uniforms_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -108,8 +108,7 @@ class RtdModel(nn.Module):
         """
         generator_sum, num_correct, input_ids_BL = replace_targets(
             self.words, self.generator, batch, seed=self.sampling_seed,
-            temperature=self.objective.temperature_at(batch.run_fraction),
-            valid_vocab=self.valid_vocab)
+            temperature=self._temperature(batch), valid_vocab=self.valid_vocab)
         original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
         replaced_BL, real_BL = input_ids_BL != original_BL, batch.segments > 0
         logits_BL = self.discriminator(self.words, input_ids_BL, batch)
@@ -120,6 +119,14 @@ class RtdModel(nn.Module):
         per_token = {} if self.training else detection_per_token(logits_BL, replaced_BL, real_BL)
         return loss, {name: value.detach() for name, value in sums.items()}, per_token
 
+    def _temperature(self, batch) -> Tensor | float:
+        """Return a number, or of a temperature that changes a scalar: a CUDA graph reads it again.
+        """
+        temperature = self.objective.temperature_at(batch.run_fraction)
+        if self.objective.final_temperature is None or isinstance(temperature, Tensor):
+            return temperature
+        return torch.full((), temperature, dtype=torch.float64, device=batch.rows.device)
+
 
 def detection_per_token(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:
     """Return the per-token tensors that `detection_scores` reads, of the real tokens."""
@@ -127,17 +134,21 @@ def detection_per_token(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor)
 
 
 def replace_targets(words: TokenEmbedding, generator: MaskedLm, batch, *, seed: int,
-                    temperature: float, valid_vocab: int | None) -> tuple[Tensor, Tensor, Tensor]:
+                    temperature: Tensor | float, valid_vocab: int | None
+                    ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (generator loss sum, number correct, ids [B, L] with samples at the targets)."""
-    length = batch.input_ids.size(1)
-    starts_B1 = torch.arange(batch.rows.numel(), device=batch.rows.device)[:, None] * length
-    # Of the real targets, in [B * L].
-    flat_T = (starts_B1 + batch.target_positions).flatten()[batch.target_index]
-    uniforms_T = token_uniforms(seed, batch.rows[flat_T // length], flat_T % length)
+    columns_BM = batch.target_positions
+    length, slots = batch.input_ids.size(1), columns_BM.size(1)
+    rows_BM = batch.rows[:, None].expand_as(columns_BM)
+    uniforms_T = token_uniforms(seed, rows_BM.flatten(), columns_BM.flatten())
     generator_sum, num_correct, sampled_T = generator(
         words, batch, uniforms_T=uniforms_T, temperature=temperature, valid_vocab=valid_vocab)
-    input_ids_BL = batch.input_ids.flatten().index_copy(0, flat_T, sampled_T)
-    return generator_sum, num_correct, input_ids_BL.view_as(batch.input_ids)
+    # The sample of a slot without a target goes to a column of its own, behind the sequence.
+    spare_M = torch.arange(length, length + slots, device=columns_BM.device)
+    targets_BM = torch.where(batch.labels.gather(1, columns_BM) >= 0, columns_BM, spare_M)
+    ids_BX = F.pad(batch.input_ids, (0, slots)).scatter(1, targets_BM,
+                                                        sampled_T.view_as(columns_BM))
+    return generator_sum, num_correct, ids_BX[:, :length]
 
 
 def detection_sums(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:

@@ -197,7 +197,8 @@ def test_dropout_is_a_function_of_the_seed():
     segments = torch.ones(2, 11, dtype=torch.int32)
 
     def run(seed):
-        return attend(*tensors, geometry=geometry, segments=segments, dropout=0.3, seed=seed)
+        return attend(*tensors, geometry=geometry, segments=segments, dropout=0.3,
+                      seed=None if seed is None else torch.tensor([seed]))
 
     first = run(7)
     torch.rand(5)
@@ -211,9 +212,8 @@ def test_dropout_is_a_function_of_the_seed():
     (0.1, 6554), (0.5, 1 << 15), (1e-9, 1), (1 - 1e-9, 65535)])
 def test_a_pair_is_dropped_if_its_number_is_below_the_threshold(dropout, numbers):
     """Its number: bit j % 32 of 16 words, each "lowbias32" of the bits of query and block."""
-    cpu = torch.device("cpu")
-    rows, columns = random_bits(3, 1, 1, 5, 70, cpu)
-    kept = keep_pairs(3, 1, 1, 5, 70, dropout, cpu)
+    rows, columns = random_bits(torch.tensor([3]), 1, 1, 5, 70)
+    kept = keep_pairs(torch.tensor([3]), 1, 1, 5, 70, dropout)
     for i in range(5):
         for j in range(70):
             value = 0
@@ -228,8 +228,8 @@ def test_a_pair_is_dropped_if_its_number_is_below_the_threshold(dropout, numbers
 
 def test_dropout_mask_has_no_visible_structure():
     probability, batch, heads, length = 0.1, 2, 4, 512
-    shape = (batch, heads, length, length, probability, torch.device("cpu"))
-    dropped = ~keep_pairs(11, *shape)
+    shape = (batch, heads, length, length, probability)
+    dropped = ~keep_pairs(torch.tensor([11]), *shape)
     deviation = math.sqrt(probability * (1 - probability))
     centered = (dropped.double() - probability) / deviation
 
@@ -248,7 +248,7 @@ def test_dropout_mask_has_no_visible_structure():
     assert sigmas(centered[:, 1:] * centered[:, :-1]) < 4
     corners = centered[..., ::2, ::2] * centered[..., 1::2, ::2]
     assert sigmas(corners * centered[..., ::2, 1::2] * centered[..., 1::2, 1::2]) < 4
-    other = ((~keep_pairs(12, *shape)).double() - probability) / deviation
+    other = ((~keep_pairs(torch.tensor([12]), *shape)).double() - probability) / deviation
     assert sigmas(centered * other) < 4
 
 
@@ -289,10 +289,10 @@ def test_the_first_column_alone_is_that_of_whole_rows(geometry, terms):
             leaf.requires_grad_().grad = None
         if first:
             out = attend_cls(tensors[0][:, :, :1], *tensors[1:], geometry=geometry,
-                               segments_BL=segments, dropout=0.3, seed=4)
+                               segments_BL=segments, dropout=0.3, seed=torch.tensor([4]))
         else:
-            out = attend(*tensors, geometry=geometry, segments=segments, dropout=0.3, seed=4,
-                         mode="reference")[:, :1]
+            out = attend(*tensors, geometry=geometry, segments=segments, dropout=0.3,
+                         seed=torch.tensor([4]), mode="reference")[:, :1]
         (out * torch.arange(1.0, 1 + SIZE)).sum().backward()
         outs.append([out, *(leaf.grad for leaf in leaves)])
     for one, other in zip(*outs, strict=True):

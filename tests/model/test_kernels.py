@@ -8,7 +8,6 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model.dropout import is_hashed
 from deberta_ds.model.embeddings import loss_function
 from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.model.kernels.kernel_table import Request, pick
@@ -48,7 +47,7 @@ def test_on_a_cpu_torchs_operators_run(card, idea):
     choice = pick(idea, request(idea, CPU))
     assert choice.name == {"attention": "tiled", "cross-entropy": "chunked", "dropout": "hash",
                            "projections": "separate"}.get(idea, "torch")
-    assert choice.why == ("" if idea == "dropout" else "not fused: no GPU")
+    assert choice.why == "not fused: no GPU"
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
@@ -69,7 +68,7 @@ def test_on_a_card_triton_runs_or_nothing_does(card):
         choice = pick(idea, request(idea))
         assert (choice.name, choice.why) == ("fused", "checked")
     assert pick("projections", request("projections")).name == "fused"
-    assert pick("dropout", request("dropout")).name == "torch"
+    assert pick("dropout", request("dropout")).name == "fused"
     card(passed=False)
     for idea, remedy in zip(IDEAS[:4], ("--model.attention=dense", "--model.cross_entropy=chunked",
                                         "set DEBERTA_DS_KERNELS=0", "DEBERTA_DS_KERNELS=0"),
@@ -121,17 +120,13 @@ def test_everything_that_runs_here_can_be_loaded(card):
             assert kernel.load() is None or callable(kernel.load())
 
 
-def test_dropout_follows_the_table(card):
-    assert is_hashed(torch.zeros(1)) == (pick("dropout", request("dropout", CPU)).name == "hash")
-
-
 def test_choices_of_a_model_in_a_line(card):
     found = kernel_table.choices(SMALL, CPU, SINGLE, HALF, 128)
     assert tuple(found) == IDEAS
     assert found["attention"] == {"kernel": "tiled", "why": "not fused: no GPU"}
     assert kernel_table.in_a_line(found) == (
-        "attention tiled, cross-entropy chunked, LayerNorm torch, GELU torch, projections separate "
-        "(not fused: no GPU); dropout hash")
+        "attention tiled, cross-entropy chunked, LayerNorm torch, GELU torch, dropout hash, "
+        "projections separate (not fused: no GPU)")
     named = kernel_table.choices(replace(SMALL, attention="reference"), CPU, SINGLE, SINGLE, 128)
     assert named["attention"] == {"kernel": "reference", "why": "attention = 'reference'"}
 

@@ -21,9 +21,9 @@ CONFIG = dataclasses.replace(FAMILIES["v2_conv"], hidden_dropout=HIDDEN, attenti
 
 
 def test_every_place_of_dropout_has_its_rate_in_training_and_none_in_evaluation(monkeypatch):
-    rates, sample = [], dropout.sample_dropout_mask
-    monkeypatch.setattr(dropout, "sample_dropout_mask",
-                        lambda rate: rates.append(rate) or sample(rate))
+    rates, mask_of = [], dropout.mask_of
+    monkeypatch.setattr(dropout, "mask_of", lambda rate, key: (
+        rates.append(rate) if rate else None, mask_of(rate, key))[1])
     for name, function in (("attend", encoder.attend), ("attend_cls", encoder.attend_cls)):
         monkeypatch.setattr(encoder, name, lambda *tensors, function=function, **options: (
             rates.append(("pairs", options["dropout"])) or function(*tensors, **options)))
@@ -32,8 +32,8 @@ def test_every_place_of_dropout_has_its_rate_in_training_and_none_in_evaluation(
     # The input and the convolution; in each layer the relative table and behind both sublayers.
     assert Counter(rates) == {HIDDEN: 2 + 3 * CONFIG.num_layers, ("pairs", PAIRS): 3}
     rates.clear()
-    model.trunk.encoder(torch.randn(2, 20, 48), torch.ones_like(ids), cls_only=True)
-    assert Counter(rates) == {HIDDEN: 1 + 3 * CONFIG.num_layers, ("pairs", PAIRS): 3}
+    model.trunk.encode(torch.randn(2, 20, 48), torch.ones_like(ids), cls_only=True)
+    assert Counter(rates) == {HIDDEN: 2 + 3 * CONFIG.num_layers, ("pairs", PAIRS): 3}
     plain = Backbone(FAMILIES["v2_conv"]).eval()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -43,26 +43,26 @@ def test_every_place_of_dropout_has_its_rate_in_training_and_none_in_evaluation(
 
 def test_the_convolution_drops_before_its_activation():
     layer, hidden = random_values(Convolution(CONFIG)).train(), torch.randn(2, 9, 48)
-    torch.manual_seed(0)
-    found = layer(hidden, hidden + 1, torch.ones(2, 9))
-    torch.manual_seed(0)
+    key = torch.tensor([3, 4])
+    found = layer(hidden, hidden + 1, torch.ones(2, 9), key)
     convolved = F.conv1d(hidden.mT, layer.weight, layer.bias, padding=1).mT.contiguous()
-    dropped = dropout.sample_dropout_mask(HIDDEN).apply(convolved)
+    dropped = dropout.mask_of(HIDDEN, key).apply(convolved)
     wanted = layer.norm(hidden + 1 + ACTIVATIONS[CONFIG.conv_activation](dropped))
     torch.testing.assert_close(found, wanted)
-    padded = layer.eval()(hidden, hidden + 1, torch.tensor([[1] * 7 + [0] * 2] * 2))
+    padded = layer.eval()(hidden, hidden + 1, torch.tensor([[1] * 7 + [0] * 2] * 2), None)
     assert padded.any(-1).tolist() == [[True] * 7 + [False] * 2] * 2
 
 
 def test_padding_leaves_the_input_block_as_zeros():
     block = random_values(Backbone(CONFIG)).trunk.input.eval()
     segments = torch.tensor([[1, 1, 2, 0]])
-    found = block(torch.randn(1, 4, 48), segments, torch.arange(4)[None])
+    found = block(torch.randn(1, 4, 48), segments, None)
     assert found[0].any(-1).tolist() == [True, True, True, False]
 
 
 def test_random_bits_at_the_threshold_are_kept():
-    assert DropoutMask(0, 0, 0).mask(torch.empty(1)).tolist() == [1.0]  # whose bits are all 0
+    zeros = torch.zeros(2, dtype=torch.int64)
+    assert DropoutMask(zeros, 0).mask(torch.empty(1)).tolist() == [1.0]  # whose bits are all 0
 
 
 def test_the_input_norm_of_16_bit_weights_is_computed_in_fp32():
@@ -110,7 +110,7 @@ def test_masked_tokens_of_packed_documents_are_decoded_as_in_each_alone():
         segments = torch.arange(1, 3)[:len(lengths)].repeat_interleave(torch.tensor(lengths))
         batch = SimpleNamespace(
             input_ids=ids[None], segments=segments[None], positions=positions[None],
-            target_positions=torch.tensor([columns]), target_index=torch.arange(len(columns)))
+            target_positions=torch.tensor([columns]))
         return model.target_states(words, batch)
 
     alone = torch.cat([states(ids[:9], [9], [2, 8]), states(ids[9:], [11], [0, 6])])

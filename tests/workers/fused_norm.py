@@ -16,7 +16,7 @@ from deberta_ds.model.dropout import DropoutMask
 from deberta_ds.model.kernels import fused_checks, fused_norm
 
 CPU = torch.device("cpu")
-KEEP = DropoutMask(3_000_000_000, 17, round(0.25 * 2**32))
+KEEP = DropoutMask(torch.tensor([3_000_000_000, 17]), round(0.25 * 2**32))
 SINGLE, HALF, OLD = torch.float32, torch.bfloat16, torch.float16
 # dtypes of update and state, rows, columns
 CASES = ((SINGLE, SINGLE, 37, 40), (SINGLE, SINGLE, 1, 3), (SINGLE, SINGLE, 50, 7),
@@ -29,8 +29,8 @@ def same_mask(rows: int, size: int) -> bool:
     update = torch.ones(rows, size, requires_grad=True)
     state = torch.zeros(rows, size)
     weight, bias = torch.ones(size), torch.zeros(size)
-    _, total, *_ = fused_norm._norm(update.detach(), state, weight, bias, 1e-7, *KEEP.signed(),
-                                    KEEP.scale)
+    _, total, *_ = fused_norm._norm(update.detach(), state, weight, bias, 1e-7, KEEP.key,
+                                    KEEP.signed_threshold, KEEP.scale)
     kept = KEEP.mask(update) > 0
     out, _ = fused_norm.residual_norm(update, torch.randn(rows, size), weight, bias, 1e-7, KEEP)
     (grad,) = torch.autograd.grad(out, update, torch.randn(rows, size))
@@ -52,8 +52,7 @@ def poisoned(bad: float) -> bool:
     update = torch.randn(4, 40)
     update[1, 3] = bad
     weight = torch.ones(40)
-    out, _ = fused_norm.residual_norm(update, torch.randn(4, 40), weight, weight, 1e-7,
-                                      DropoutMask(0, 0, 0))
+    out, _ = fused_norm.residual_norm(update, torch.randn(4, 40), weight, weight, 1e-7)
     grown = fused_norm.biased_gelu(update, weight)
     rows = out.isnan().all(1).tolist() == [False, True, False, False]
     return rows and not bool(grown[1, 3].isfinite()) and int(grown.isfinite().sum()) == 4 * 40 - 1

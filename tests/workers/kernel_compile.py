@@ -19,10 +19,10 @@ from deberta_ds.model.kernels.attention import backward, blocks, ops
 
 WIDTH = 768
 SINGLE = {"LSE", "SAMPLE_LSE", "MAX_LOGIT", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
-SINGLE |= {"MEAN", "INVERSE", "PARTS", "ROW_DOT"}
+SINGLE |= {"MEAN", "INVERSE", "PARTS", "ROW_DOT", "INVERSE_TEMPERATURE"}
 WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "ARGMAX": "*i32", "TILE": "*i32"}
-WHOLE |= {"WORDS": "*i32", "START": "*i32", "STOP": "*i32", "start": "i64"}
-NUMBERS = {"inverse_temperature": "fp32", "keep_scale": "fp32", "epsilon": "fp32"}
+WHOLE |= {"WORDS": "*i32", "START": "*i32", "STOP": "*i32", "SEED": "*i64", "KEY": "*i64"}
+NUMBERS = {"keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
 _NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
 _GELU = dict(C=4 * WIDTH, BR=norm._GELU_ROWS, BC=norm._GELU_COLUMNS)
@@ -32,9 +32,11 @@ KERNELS = {
     "loss at a temperature": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=True),
                               8, 3, True),
     "loss gradient": (loss._gradient_kernel, _LOSS | dict(BN=loss._GRADIENT_IDS), 8, 3, True),
-    "sample": (loss._sample_kernel, dict(C=WIDTH, BK=loss._DEPTH, BN=loss._IDS), 4, 3, False),
+    "sample": (loss._sample_kernel, dict(C=WIDTH, BK=loss._DEPTH, BN=loss._IDS, SEPARATE=True),
+               4, 3, False),
     "norm": (norm._norm_kernel, _NORM, 4, 3, False),
     "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
+    "dropout": (norm._dropout_kernel, _NORM, 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
     "gelu gradient": (norm._gelu_gradient_kernel, _GELU, 4, 3, False),
     "dropped pairs": (blocks.dropped_kernel, dict(DIGITS=16, BR=64, BW=16), 4, 3, False),
@@ -78,7 +80,7 @@ def main() -> None:
             line["faults"].append("no product on the tensor cores")
         if line["two_byte_stores"] > 2:  # a bias gradient is one element a thread
             line["faults"].append("two-byte stores")
-        if line["two_byte_loads"] and name.startswith(("norm", "gelu")):
+        if line["two_byte_loads"] and name.startswith(("norm", "gelu", "dropout")):
             line["faults"].append("two-byte loads")
         right = right and not line["faults"]
         print(json.dumps(line), flush=True)

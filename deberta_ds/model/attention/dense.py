@@ -23,7 +23,8 @@ from deberta_ds.model.attention.skew import ALIGNED, skewed_view
 
 def dense_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
                     pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
-                    query_positions_BQ: Tensor | None, dropout: float, seed: int | None) -> Tensor:
+                    query_positions_BQ: Tensor | None, dropout: float, seed: Tensor | None
+                    ) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`."""
     batch, heads, queries, size = q_BHQD.shape
     keys, columns_BQ, query_segments_BQ = k_BHLD.shape[2], None, segments_BL
@@ -41,7 +42,7 @@ def dense_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD:
         probs_HBQL = scores_HBQL.masked_fill_(masked_BQL, -math.inf).softmax(-1)
         if dropout > 0:
             assert seed is not None
-            kept_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout, q_BHQD.device)
+            kept_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout)
             probs_HBQL = probs_HBQL * kept_BHQL.transpose(0, 1)
         context_GQD = torch.bmm(probs_HBQL.flatten(0, 1), v_GLD) * (1 / (1 - dropout))
         context_BQHD = context_GQD.view(heads, batch, queries, size).permute(1, 2, 0, 3)

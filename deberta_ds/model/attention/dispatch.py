@@ -21,7 +21,7 @@ def attend(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
            pos_key_HSD: torch.Tensor | None, pos_query_HSD: torch.Tensor | None, *,
            geometry: Geometry, segments: torch.Tensor,
            query_positions_BQ: torch.Tensor | None = None, dropout: float = 0.0,
-           seed: int | None = None, mode: str = "auto", keep_terms: bool = False) -> torch.Tensor:
+           seed: Tensor | None = None, mode: str = "auto", keep_terms: bool = False) -> Tensor:
     """Return the attention context [B,Q,H,D] in the one dtype of queries, keys and values.
 
     segments: integers [B,L]; a query sees the keys of its own segment, and 0 means padding. A
@@ -29,8 +29,8 @@ def attend(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
     query_positions_BQ: row columns of the queries; None means Q == L, query i at column i. The
       relative distance is query column minus key column.
     pos_key_HSD, pos_query_HSD: projected relative tables, or None to leave that term out.
-    dropout, seed: pairs to drop are a function of `seed` alone, so a recomputation under
-      activation checkpointing sees the same mask. `seed` is required when `dropout` > 0.
+    dropout, seed: pairs to drop are a function of `seed` alone, int64 [1] on the device, so a
+      recomputation under activation checkpointing sees the same mask. Required if `dropout` > 0.
     mode: "auto" or one implementation by name. Raises UserError for one that cannot run here.
     keep_terms: "fused" keeps its position terms for backward instead of computing them again.
     """
@@ -59,7 +59,7 @@ def attend(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
 
 def attend_cls(q_BH1D: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
                pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
-               dropout: float = 0.0, seed: int | None = None) -> Tensor:
+               dropout: float = 0.0, seed: Tensor | None = None) -> Tensor:
     """Return the context [B,1,H,D] of the [CLS] query alone, in the dtype of `v`; scores and
     softmax are fp32.
 
@@ -87,6 +87,6 @@ def attend_cls(q_BH1D: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
         probs_BH1L = probs_BHL.masked_fill(masked_B1L, 0.0).unsqueeze(2)
         if dropout > 0:
             assert seed is not None
-            kept_BH1L = keep_pairs(seed, batch, heads, 1, keys, dropout, k_BHLD.device)
+            kept_BH1L = keep_pairs(seed, batch, heads, 1, keys, dropout)
             probs_BH1L = probs_BH1L * kept_BH1L / (1 - dropout)
         return (probs_BH1L.to(v_BHLD.dtype) @ v_BHLD).transpose(1, 2)

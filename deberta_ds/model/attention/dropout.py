@@ -12,7 +12,7 @@ Shape legend: B batch, H heads, Q queries, L keys, W words of 32 keys; K digits.
 import torch
 from torch import Tensor
 
-from deberta_ds.base.splitmix import GAMMA, MASK64, mix_tensor, signed
+from deberta_ds.base.splitmix import GAMMA, mix_tensor, signed
 
 WORD_KEYS = 32
 DIGITS = 16  # a rate is a multiple of 2^-16
@@ -27,9 +27,13 @@ def drop_threshold(dropout: float) -> int:
     return min(max(round(dropout * (1 << DIGITS)), 1), (1 << DIGITS) - 1)
 
 
-def random_bits(seed: int, batch: int, heads: int, queries: int, keys: int, device: torch.device
+def random_bits(seed: Tensor, batch: int, heads: int, queries: int, keys: int
                 ) -> tuple[Tensor, Tensor]:
-    """Return int32 random bits of the queries [B,H,Q] and of the blocks of keys [B,H,W]."""
+    """Return int32 random bits of the queries [B,H,Q] and of the blocks of keys [B,H,W].
+
+    seed: int64 [1] on the device of the result.
+    """
+    device = seed.device
     heads_of_batch = torch.arange(batch * heads, device=device).view(batch, heads, 1) << 32
     rows = torch.arange(queries, device=device) + heads_of_batch
     columns = torch.arange(-(-keys // WORD_KEYS), device=device) + heads_of_batch + (1 << 31)
@@ -52,11 +56,11 @@ def dropped_words(row_bits: Tensor, column_bits: Tensor, dropout: float) -> Tens
     return below
 
 
-def keep_pairs(seed: int, batch: int, heads: int, queries: int, keys: int, dropout: float,
-               device: torch.device) -> Tensor:
-    """Return the bool mask [B,H,Q,L] of kept pairs."""
-    words = dropped_words(*random_bits(seed, batch, heads, queries, keys, device), dropout)
-    shifts = torch.arange(WORD_KEYS, dtype=torch.int32, device=device)
+def keep_pairs(seed: Tensor, batch: int, heads: int, queries: int, keys: int, dropout: float
+               ) -> Tensor:
+    """Return the bool mask [B,H,Q,L] of kept pairs, on the device of `seed` [1]."""
+    words = dropped_words(*random_bits(seed, batch, heads, queries, keys), dropout)
+    shifts = torch.arange(WORD_KEYS, dtype=torch.int32, device=seed.device)
     return (words[..., None] >> shifts & 1 == 0).flatten(-2)[..., :keys]
 
 
@@ -87,12 +91,12 @@ _FINALIZER = ((16, PAIR_MIX_1), (15, PAIR_MIX_2), (15, 1))
 _INTEGERS = {2: (torch.int16, 15), 4: (torch.int32, 31), 8: (torch.int64, 63)}
 
 
-def bits_stream(seed: int) -> int:
-    """Return splitmix64's state for a seed before counter 0, signed."""
-    return signed((seed * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & MASK64)
+# splitmix64's state for a seed before counter 0 is seed * STREAM_FACTOR + STREAM_TERM.
+STREAM_FACTOR, STREAM_TERM = 0xD1342543DE82EF95, 0x2545F4914F6CDD1D
 
 
-def _bits(seed: int, counters: Tensor) -> Tensor:
+def _bits(seed: Tensor, counters: Tensor) -> Tensor:
     """Return splitmix64(seed, counter) cut to int32."""
-    bits = mix_tensor((counters + 1) * signed(GAMMA) + bits_stream(seed)) & 0xFFFFFFFF
+    stream = seed * signed(STREAM_FACTOR) + STREAM_TERM
+    bits = mix_tensor((counters + 1) * signed(GAMMA) + stream) & 0xFFFFFFFF
     return ((bits ^ (1 << 31)) - (1 << 31)).to(torch.int32)

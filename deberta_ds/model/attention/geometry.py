@@ -22,7 +22,7 @@ import torch
 GROUP_COLUMNS = 128  # of the band: a multiple of every tile side
 
 
-def kept_tensors(maxsize: int) -> Callable:
+def kept_tensors(maxsize: int | None) -> Callable:
     """Return `lru_cache` for a function that makes tensors.
 
     A tensor that was made under FakeTensorMode or torch.export has no numbers: it is returned to

@@ -19,8 +19,8 @@ from deberta_ds.model.attention.geometry import Geometry
 def reference_attention(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
                         pos_key_HSD: torch.Tensor | None, pos_query_HSD: torch.Tensor | None, *,
                         geometry: Geometry, segments_BL: torch.Tensor,
-                        query_positions_BQ: torch.Tensor | None, dropout: float, seed: int | None
-                       ) -> torch.Tensor:
+                        query_positions_BQ: torch.Tensor | None, dropout: float,
+                        seed: torch.Tensor | None) -> torch.Tensor:
     """Return the context [B,Q,H,D] in the dtype of `v`; scores and softmax are fp32 (or fp64).
 
     Gathers from [.., Q, S] matrices: slow, much memory, but each line is one line of the paper.
@@ -50,7 +50,7 @@ def reference_attention(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torc
         probs_BHQL = scores_BHQL.softmax(-1).masked_fill(~allowed_B1QL, 0.0)
         if dropout > 0:
             assert seed is not None
-            keep_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout, device)
+            keep_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout)
             probs_BHQL = probs_BHQL * keep_BHQL / (1 - dropout)
         context_BHQD = probs_BHQL.to(v_BHLD.dtype) @ v_BHLD
     return context_BHQD.transpose(1, 2)

@@ -36,7 +36,8 @@ KEEP_LENGTH = 512  # spans up to this long keep their probabilities for backward
 
 def tiled_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
                     pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
-                    query_positions_BQ: Tensor | None, dropout: float, seed: int | None) -> Tensor:
+                    query_positions_BQ: Tensor | None, dropout: float, seed: Tensor | None
+                    ) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`."""
     if query_positions_BQ is not None and k_BHLD.shape[2] <= SHORT_ROWS:
         return dense_attention(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD,
@@ -61,7 +62,7 @@ class _Setting:
     spans: list[KeySpan]
     clip: bool  # treat columns beyond the table's reach as one
     dropout: float
-    seed: int | None
+    seed: Tensor | None
 
     def all_keys(self, tensor_BHLD: Tensor) -> bool:
         """Return whether the spans hold every key."""
@@ -149,7 +150,7 @@ def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting) -> Inp
         expanded = expansion(setting.geometry, longest, False, setting.clip, q_BHQD)
         p2c = make_term(expanded, pos_query_HSD, scale)
     if setting.dropout > 0:
-        bits = random_bits(setting.seed, batch, heads, queries, keys, q_BHQD.device)
+        bits = random_bits(setting.seed, batch, heads, queries, keys)
     terms, scratch = (c2p, p2c), own_scratch()
     return Inputs(q_BHQD, k_BHLD, v_BHLD, *terms, scale, setting.dropout, bits, scratch)
 

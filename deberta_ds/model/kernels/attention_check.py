@@ -114,5 +114,6 @@ class _Case:
         tables = iter(leaves[3:])
         given = [next(tables) if present else None for present in self.terms]
         context = attention(*leaves[:3], *given, geometry=GEOMETRY, segments_BL=self.segments,
-                            query_positions_BQ=self.columns, dropout=self.dropout, seed=1)
+                            query_positions_BQ=self.columns, dropout=self.dropout,
+                            seed=torch.ones(1, dtype=torch.int64, device=self.grad.device))
         return [context, *torch.autograd.grad(context, leaves, self.grad.to(context.dtype))]

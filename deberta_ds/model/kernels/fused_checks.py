@@ -93,15 +93,15 @@ def compare_norm(device: torch.device, sublayer: torch.dtype, residual: torch.dt
     from deberta_ds.model.kernels import fused_norm
 
     generator = torch.Generator().manual_seed(size)
-    no_dropout = DropoutMask(0, 0, 0)
-    mask = DropoutMask(123_456_789, 4_000_000_000, round(0.1 * 2**32))
+    key = torch.tensor([123_456_789, 4_000_000_000], device=device)
+    mask = DropoutMask(key, round(0.1 * 2**32))
 
     def sample(dtype, *shape):
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     values = [sample(sublayer, _ROWS, size), sample(residual, _ROWS, size), sample(residual, size),
               sample(residual, size)]
-    kept = mask.mask(torch.ones(_ROWS, size)).to(device) * mask.scale
+    kept = mask.mask(torch.ones(_ROWS, size, device=device)) * mask.scale
 
     def plain(x_RC, y_RC, weight_C, bias_C):
         return F.layer_norm(x_RC * kept + y_RC, (size,), weight_C, bias_C, 1e-7).mul(1.5)
@@ -111,7 +111,7 @@ def compare_norm(device: torch.device, sublayer: torch.dtype, residual: torch.dt
         return once * 0.5 + again  # both uses
 
     def fused_in_evaluation(x_RC, y_RC, weight_C, bias_C):
-        return fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, no_dropout)[0]
+        return fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7)[0]
 
     def plain_in_evaluation(x_RC, y_RC, weight_C, bias_C):
         return F.layer_norm(x_RC + y_RC, (size,), weight_C, bias_C, 1e-7)
@@ -124,6 +124,9 @@ def compare_norm(device: torch.device, sublayer: torch.dtype, residual: torch.dt
         right += _with_gradients(other, [x.float() for x in values], grad)
         names += [f"{what} of {where}" for what in ("result", "gradient of the sublayer",
                                                     "of the state", "of the weight", "of the bias")]
+    found += _with_gradients(lambda x_RC: fused_norm.dropout(x_RC, mask), values[:1], grad)
+    right += _with_gradients(lambda x_RC: x_RC * kept, [values[0].float()], grad)
+    names += ["dropout", "its gradient"]
     inner = 4 * size  # of a feed-forward part
     values = [sample(sublayer, _ROWS, inner), sample(residual, inner)]
     grad = sample(sublayer, _ROWS, inner)

@@ -7,8 +7,7 @@ their gradient, in the input's dtype, for some ids at a time; two matrix product
 No atomics: one writer per element and a fixed order of every sum.
 
 `kernels` decides who takes it. It has not been timed yet: `benchmarks/cross_entropy.py`
-compares it with the chunked function, on a GPU. What Triton runs are torch operators with fake
-kernels, so that a step can be counted without a card.
+compares it with the chunked function, on a GPU.
 
 Shape legend: T target rows, C hidden size, V vocabulary, K vocabulary tiles, N ids of one chunk.
 """
@@ -19,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deberta_ds.model.kernels.kernel_check import on_device_of
-from deberta_ds.model.linear_cross_entropy import sample_chunks
+from deberta_ds.model.kernels.operators import on_device_of, operator
+from deberta_ds.model.linear_cross_entropy import sample_chunks, sum_of_targets
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
@@ -49,7 +48,7 @@ def _logits(HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C: tl.constexpr, BK: tl
 
 @triton.jit(do_not_specialize=["T", "VALID"])
 def _forward_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LSE, SAMPLE_LSE, MAX_LOGIT, ARGMAX, LABEL_LOGIT,
-                    T, VALID, inverse_temperature, SEPARATE: tl.constexpr, C: tl.constexpr,
+                    T, VALID, INVERSE_TEMPERATURE, SEPARATE: tl.constexpr, C: tl.constexpr,
                     BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of logits: logsumexp and largest logit of every row, and the label's own logit.
 
@@ -66,6 +65,7 @@ def _forward_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LSE, SAMPLE_LSE, MAX_LOGIT, AR
     exp_sum = tl.sum(tl.exp2((logits - max_logit[:, None]) * _LOG2_E), 1)
     tl.store(LSE + out, max_logit + tl.log2(exp_sum) / _LOG2_E, mask=in_rows)
     if SEPARATE:
+        inverse_temperature = tl.load(INVERSE_TEMPERATURE)
         scaled = (logits - max_logit[:, None]) * (inverse_temperature * _LOG2_E)
         exp_sum = tl.sum(tl.exp2(scaled), 1)
         sample_lse = max_logit * inverse_temperature + tl.log2(exp_sum) / _LOG2_E
@@ -92,7 +92,6 @@ def _gradient_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     n = first + column
     in_ids = (column < count) & (n < VALID)
-    scale = tl.load(SCALE)
     bias_sum = tl.zeros([BN], tl.float32)
     for t0 in range(0, T, BT):
         t = t0 + tl.arange(0, BT)
@@ -103,7 +102,8 @@ def _gradient_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_
         label = tl.load(LABELS + t, mask=in_rows, other=-1)
         probs = tl.exp2((logits - log_norm[:, None]) * _LOG2_E)
         hit = (n[None, :] == label[:, None]) & in_ids[None, :]
-        gradient = (probs - tl.where(hit, 1.0, 0.0)) * scale
+        scale = tl.load(SCALE + t, mask=in_rows, other=0.0)
+        gradient = (probs - tl.where(hit, 1.0, 0.0)) * scale[:, None]
         bias_sum += tl.sum(gradient, 0)
         tl.store(D_LOGITS + t[:, None] * (pitches * _PITCH) + column[None, :],
                  gradient.to(D_LOGITS.dtype.element_ty), mask=in_rows[:, None])
@@ -111,8 +111,8 @@ def _gradient_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_
 
 
 @triton.jit(do_not_specialize=["VALID"])
-def _sample_kernel(HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
-                   C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+def _sample_kernel(HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, INVERSE_TEMPERATURE,
+                   SEPARATE: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """One row: the id of its tile where the cumulative probability first exceeds INSIDE."""
     t = tl.program_id(0)
     n = tl.load(TILE + t) * BN + tl.arange(0, BN)
@@ -125,7 +125,9 @@ def _sample_kernel(HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_t
             WEIGHT + n[:, None] * C + c[None, :],
             mask=in_ids[:, None] & (c < C)[None, :], other=0.0)
         logits += tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], 1)
-    logits = tl.where(in_ids, logits * inverse_temperature, float("-inf"))
+    if SEPARATE:
+        logits *= tl.load(INVERSE_TEMPERATURE)
+    logits = tl.where(in_ids, logits, float("-inf"))
     probs = tl.exp2((logits - tl.max(logits, 0)) * _LOG2_E)
     cumulative = tl.cumsum(probs, 0)
     passed = cumulative <= tl.load(INSIDE + t) * tl.sum(probs, 0)
@@ -136,7 +138,7 @@ def _sample_kernel(HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_t
 
 def fused_linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor,
                                labels_T: Tensor, uniforms_T: Tensor | None = None,
-                               temperature: float = 1.0, valid_vocab: int | None = None
+                               temperature: Tensor | float = 1.0, valid_vocab: int | None = None
                               ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids); see `linear_cross_entropy`.
 
@@ -161,18 +163,20 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, valid):
         inputs = (hidden_TC, weight_VC, bias_V)
-        sampled_at = temperature if uniforms_T is not None else 1.0
+        inverse_1 = None  # at temperature 1, which the loss has
+        if uniforms_T is not None and (isinstance(temperature, Tensor) or temperature != 1.0):
+            inverse_1 = hidden_TC.new_ones(1, dtype=torch.float64).div_(temperature).float()
         lse_KT, sample_lse_KT, max_logit_KT, argmax_KT, label_logit_T = loss_tiles(
-            *inputs, labels_T, sampled_at, valid)
+            *inputs, labels_T, inverse_1, valid)
         log_norm_T = lse_KT.logsumexp(0)
         tile_T = max_logit_KT.argmax(0)  # the first tile with the largest logit: the lowest id wins
         correct = (argmax_KT.gather(0, tile_T[None])[0] == labels_T).sum()
-        loss_sum = (log_norm_T - label_logit_T).sum()
+        loss_sum = sum_of_targets(log_norm_T - label_logit_T, labels_T)
         sampled_T = None
         if uniforms_T is not None:
-            lse_TK = (lse_KT if temperature == 1.0 else sample_lse_KT).t()
+            lse_TK = (lse_KT if inverse_1 is None else sample_lse_KT).t()
             tile_T, inside_T = sample_chunks(lse_TK, uniforms_T)
-            sampled_T = sample_ids(*inputs, tile_T.int(), inside_T.float(), temperature, valid)
+            sampled_T = sample_ids(*inputs, tile_T.int(), inside_T.float(), inverse_1, valid)
             ctx.mark_non_differentiable(sampled_T)
         ctx.save_for_backward(*inputs, labels_T, log_norm_T)
         ctx.valid = valid
@@ -187,12 +191,12 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         grad_hidden_TC = torch.zeros_like(hidden_TC, dtype=torch.float32)
         grad_weight_VC, grad_bias_V = torch.zeros_like(weight_VC), torch.zeros_like(bias_V)
         chunk = max(_IDS, _GRADIENT_ELEMENTS // max(1, rows) // _IDS * _IDS)
-        scale = grad_loss.float().reshape(1)
+        scale_T = torch.where(labels_T >= 0, grad_loss.float(), 0.0)
         for start in range(0, ctx.valid if rows else 0, chunk):
             count = min(chunk, vocab - start)
             with on_device_of(hidden_TC):
                 padded_TN, grad_bias_V[start : start + count] = loss_gradient(
-                    hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale, ctx.valid, start,
+                    hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_T, ctx.valid, start,
                     count)
             grad_TN = padded_TN[:, :count]
             grad_hidden_TC += _wide_product(grad_TN, weight_VC[start : start + count])
@@ -208,32 +212,10 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
-@torch.library.custom_op("deberta_ds::loss_tiles", mutates_args=())
-def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
-               temperature: float, valid: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return of every tile and row, [K,T]: logsumexp, that of logits / temperature, the largest
-    logit and the id it is at; and the logit of every row's label [T].
-
-    At temperature 1 the second is empty.
-    """
-    rows, tiles = hidden_TC.shape[0], triton.cdiv(valid, _IDS)
-    outputs = _empty_tiles(labels_T, temperature, valid)
-    if rows:
-        # Blocks of rows run first: the weights of an id tile are then read from memory once.
-        _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
-            hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, 1 / temperature,
-            SEPARATE=temperature != 1.0, **_constants(hidden_TC, _IDS))
-    return outputs
-
-
-@loss_tiles.register_fake
-def _empty_tiles_of(hidden_TC, weight_VC, bias_V, labels_T, temperature, valid):
-    return _empty_tiles(labels_T, temperature, valid)
-
-
-def _empty_tiles(labels_T: Tensor, temperature: float, valid: int) -> tuple[Tensor, ...]:
+def _empty_tiles(_hidden_TC, _weight_VC, _bias_V, labels_T: Tensor, inverse_1: Tensor | None,
+                 valid: int) -> tuple[Tensor, ...]:
     rows, tiles = labels_T.shape[0], triton.cdiv(valid, _IDS)
-    sampled = 0 if temperature == 1.0 else tiles
+    sampled = 0 if inverse_1 is None else tiles
     single = dict(dtype=torch.float32)
     return (labels_T.new_empty(tiles, rows, **single), labels_T.new_empty(sampled, rows, **single),
             labels_T.new_empty(tiles, rows, **single),
@@ -241,47 +223,61 @@ def _empty_tiles(labels_T: Tensor, temperature: float, valid: int) -> tuple[Tens
             labels_T.new_zeros(rows, **single))
 
 
-@torch.library.custom_op("deberta_ds::loss_gradient", mutates_args=())
-def loss_gradient(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
-                  log_norm_T: Tensor, scale_1: Tensor, valid: int, start: int, count: int
-                  ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the logits of ids [start, start + count), rows padded, and of their
-    biases. What lies behind `count` in a row is 0.
+@operator("loss_tiles", _empty_tiles)
+def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
+               inverse_1: Tensor | None, valid: int
+               ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return of every tile and row, [K,T]: logsumexp, that of logits / temperature, the largest
+    logit and the id it is at; and the logit of every row's label [T].
+
+    inverse_1: 1 / temperature in fp32, [1]; None: 1, and the second result is empty.
     """
-    outputs = _empty_gradients(hidden_TC, bias_V, count)
-    width = outputs[0].shape[1]
-    _gradient_kernel[(width // _GRADIENT_IDS,)](
-        hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_1, *outputs, len(hidden_TC),
-        valid, start, count, width // _PITCH.value, **_constants(hidden_TC, _GRADIENT_IDS))
+    rows, tiles = hidden_TC.shape[0], triton.cdiv(valid, _IDS)
+    outputs = _empty_tiles(hidden_TC, weight_VC, bias_V, labels_T, inverse_1, valid)
+    if rows:
+        # Blocks of rows run first: the weights of an id tile are then read from memory once.
+        _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
+            hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, inverse_1,
+            SEPARATE=inverse_1 is not None, **_constants(hidden_TC, _IDS))
     return outputs
 
 
-@loss_gradient.register_fake
-def _empty_gradients_of(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_1, valid, start,
-                        count):
-    return _empty_gradients(hidden_TC, bias_V, count)
-
-
-def _empty_gradients(hidden_TC: Tensor, bias_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _empty_gradients(hidden_TC: Tensor, _weight_VC, bias_V: Tensor, _labels_T, _log_norm_T,
+                     _scale_T, _valid, _start, count: int) -> tuple[Tensor, Tensor]:
     width = triton.cdiv(count, _PITCH.value) * _PITCH.value
     return hidden_TC.new_empty(hidden_TC.shape[0], width), bias_V.new_empty(count)
 
 
-@torch.library.custom_op("deberta_ds::sample_ids", mutates_args=())
+@operator("loss_gradient", _empty_gradients)
+def loss_gradient(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
+                  log_norm_T: Tensor, scale_T: Tensor, valid: int, start: int, count: int
+                  ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the logits of ids [start, start + count), rows padded, and of their
+    biases. What lies behind `count` in a row is 0. scale_T: fp32, of each row's loss.
+    """
+    arguments = (hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_T)
+    outputs = _empty_gradients(*arguments, valid, start, count)
+    width = outputs[0].shape[1]
+    _gradient_kernel[(width // _GRADIENT_IDS,)](
+        *arguments, *outputs, len(hidden_TC), valid, start, count, width // _PITCH.value,
+        **_constants(hidden_TC, _GRADIENT_IDS))
+    return outputs
+
+
+def _no_ids(_hidden_TC, _weight_VC, _bias_V, tile_T: Tensor, *_rest) -> Tensor:
+    return torch.empty_like(tile_T, dtype=torch.int64)
+
+
+@operator("sample_ids", _no_ids)
 def sample_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Tensor,
-             inside_T: Tensor, temperature: float, valid: int) -> Tensor:
+               inside_T: Tensor, inverse_1: Tensor | None, valid: int) -> Tensor:
     """Return the id of every row's tile where the cumulative probability first exceeds `inside`."""
     sampled_T = torch.empty_like(tile_T, dtype=torch.int64)
     if len(tile_T):
         _sample_kernel[(len(tile_T),)](
-            hidden_TC, weight_VC, bias_V, tile_T, inside_T, sampled_T, valid, 1 / temperature,
-            C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS)
+            hidden_TC, weight_VC, bias_V, tile_T, inside_T, sampled_T, valid, inverse_1,
+            SEPARATE=inverse_1 is not None, C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS)
     return sampled_T
-
-
-@sample_ids.register_fake
-def _no_ids(hidden_TC, weight_VC, bias_V, tile_T, inside_T, temperature, valid):
-    return torch.empty_like(tile_T, dtype=torch.int64)
 
 
 def _constants(hidden_TC: Tensor, ids: int) -> dict:

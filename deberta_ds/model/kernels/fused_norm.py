@@ -1,10 +1,9 @@
-"""Triton kernels: dropout + residual + LayerNorm, and bias + GELU, in one pass each way.
+"""Triton kernels: dropout + residual + LayerNorm, bias + GELU, and dropout, in one pass each way.
 
 LayerNorm(dropout(sublayer output) + residual), where torch makes three passes and saves a mask; and
-GELU(product + bias), whose backward pass sums the bias gradient on its way. `kernels` decides
-who takes them. They are torch operators with fake kernels, so that a step can be counted without a
-card. Sums over rows are made in parts of a fixed number and order: no atomics, the same bits in
-every run and on every card. Arithmetic is fp32.
+GELU(product + bias), whose backward pass sums the bias gradient on its way. `kernels` decides who
+takes them. Sums over rows are made in parts of a fixed number and order: no atomics, the same bits
+in every run and on every card. Arithmetic is fp32.
 
 Legend: R rows, C columns, P parts.
 """
@@ -14,30 +13,28 @@ import triton.language as tl
 from torch import Tensor, empty_like, float32
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.library import custom_op
 
 from deberta_ds.model.dropout import MIX_1, MIX_2
-from deberta_ds.model.kernels.kernel_check import on_device_of
+from deberta_ds.model.kernels.operators import on_device_of, operator
 
 _NORM_PARTS, _GELU_PARTS = 512, 64
 _GELU_ROWS, _GELU_COLUMNS = 16, 256
 _MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-_KEYS = ["key", "second_key", "threshold"]
 
 
 @triton.jit
-def _kept(element, key, second_key, threshold, keep_scale):
+def _kept(element, KEY, threshold, keep_scale):
     """Return the factor of `DropoutMask` for elements by index, bit for bit."""
-    word = element.to(tl.uint32) + key.to(tl.uint32)
-    word = ((word ^ (word >> 16)) * _MIX_1) ^ second_key.to(tl.uint32)
+    word = element.to(tl.uint32) + tl.load(KEY).to(tl.uint32)
+    word = ((word ^ (word >> 16)) * _MIX_1) ^ tl.load(KEY + 1).to(tl.uint32)
     word = (word ^ (word >> 15)) * _MIX_2
     word = word ^ (word >> 15)
     return tl.where(word >= threshold.to(tl.uint32), keep_scale, 0.0)
 
 
-@triton.jit(do_not_specialize=_KEYS)
-def _norm_kernel(SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, key, second_key,
-                 threshold, keep_scale, epsilon, C: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["threshold"])
+def _norm_kernel(SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, KEY, threshold,
+                 keep_scale, epsilon, C: tl.constexpr, BLOCK: tl.constexpr,
                  DROPOUT: tl.constexpr):
     """One row: SUMMED = dropout(SUBLAYER) + RESIDUAL in its own dtype, OUT its norm."""
     row = tl.program_id(0).to(tl.int64)
@@ -45,7 +42,7 @@ def _norm_kernel(SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, k
     inside = c < C
     summed = tl.load(SUBLAYER + row * C + c, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        summed *= _kept(row * C + c, key, second_key, threshold, keep_scale)
+        summed *= _kept(row * C + c, KEY, threshold, keep_scale)
     summed += tl.load(RESIDUAL + row * C + c, mask=inside, other=0.0).to(tl.float32)
     rounded = summed.to(SUMMED.dtype.element_ty)
     tl.store(SUMMED + row * C + c, rounded, mask=inside)
@@ -61,9 +58,9 @@ def _norm_kernel(SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, k
     tl.store(INVERSE + row, inverse)
 
 
-@triton.jit(do_not_specialize=[*_KEYS, "R"])
+@triton.jit(do_not_specialize=["threshold", "R"])
 def _norm_gradient_kernel(GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER, D_RESIDUAL, PARTS,
-                          R, key, second_key, threshold, keep_scale, TWO: tl.constexpr,
+                          R, KEY, threshold, keep_scale, TWO: tl.constexpr,
                           C: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
     """Rows p, p + P, ... of part p; PARTS [P,2,C] are its sums for weight and bias.
 
@@ -91,7 +88,7 @@ def _norm_gradient_kernel(GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER
         gradient = (grad - tl.sum(grad, 0) / C - normal * along) * inverse
         tl.store(D_RESIDUAL + row * C + c, gradient.to(D_RESIDUAL.dtype.element_ty), mask=inside)
         if DROPOUT:
-            gradient *= _kept(row * C + c, key, second_key, threshold, keep_scale)
+            gradient *= _kept(row * C + c, KEY, threshold, keep_scale)
             d_sublayer = gradient.to(D_SUBLAYER.dtype.element_ty)
             tl.store(D_SUBLAYER + row * C + c, d_sublayer, mask=inside)
     tl.store(PARTS + part * 2 * C + c, weight_sum, mask=inside)
@@ -150,79 +147,70 @@ def _gelu_gradient_kernel(GRAD, X, BIAS, DX, PARTS, R, C: tl.constexpr, BR: tl.c
     tl.store(PARTS + part * C + c, tl.sum(sums, 0), mask=c < C)
 
 
-@custom_op("deberta_ds::residual_norm", mutates_args=())
-def _norm(sublayer: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float,
-          key: int, second_key: int, threshold: int, keep_scale: float
-          ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the norm, its input (the sum), and the rows' means and inverse standard deviations.
-
-    sublayer, residual: contiguous, of one shape. key, second_key, threshold: of `DropoutMask`, as
-    int32.
-    """
-    outputs = _empty_norm(residual)
-    out, summed, means, inverses = outputs
-    if means.numel():
-        _norm_kernel[(means.numel(),)](
-            sublayer, residual, weight, bias, summed, out, means, inverses, key, second_key,
-            threshold, keep_scale, epsilon, **_row_constants(residual, threshold))
-    return outputs
-
-
-@_norm.register_fake
-def _(sublayer, residual, weight, bias, epsilon, key, second_key, threshold, keep_scale):
-    return _empty_norm(residual)
-
-
-def _empty_norm(residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_norm(_sublayer, residual: Tensor, *_rest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = [residual.new_empty(residual.shape[:-1], dtype=float32) for _ in range(2)]
     return empty_like(residual), empty_like(residual), *rows
 
 
-@custom_op("deberta_ds::residual_norm_gradients", mutates_args=())
-def _norm_gradients(grad: Tensor, other: Tensor | None, summed: Tensor, means: Tensor,
-                    inverses: Tensor, weight: Tensor, like_sublayer: Tensor, key: int,
-                    second_key: int, threshold: int, keep_scale: float
-                    ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of sublayer (empty without dropout) and residual, and PARTS.
+@operator("residual_norm", _empty_norm)
+def _norm(sublayer: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float,
+          key: Tensor | None, threshold: int, keep_scale: float
+          ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the norm, its input (the sum), and the rows' means and inverse standard deviations.
 
-    grad, other: of the norm's two uses. like_sublayer: any tensor of the sublayer's dtype.
+    sublayer, residual: contiguous, of one shape. key, threshold: of `DropoutMask`, the threshold as
+    int32; key None: no dropout.
     """
-    outputs = _empty_gradients(summed, like_sublayer, threshold)
-    if summed.numel():
-        _norm_gradient_kernel[(len(outputs[2]),)](
-            grad, grad if other is None else other, summed, means, inverses, weight, *outputs,
-            means.numel(), key, second_key, threshold, keep_scale, TWO=other is not None,
-            **_row_constants(summed, threshold))
+    outputs = _empty_norm(sublayer, residual)
+    out, summed, means, inverses = outputs
+    if means.numel():
+        _norm_kernel[(means.numel(),)](
+            sublayer, residual, weight, bias, summed, out, means, inverses, key, threshold,
+            keep_scale, epsilon, **_row_constants(residual, key))
     return outputs
 
 
-@_norm_gradients.register_fake
-def _(grad, other, summed, means, inverses, weight, like_sublayer, key, second_key, threshold,
-      keep_scale):
-    return _empty_gradients(summed, like_sublayer, threshold)
-
-
-def _empty_gradients(summed: Tensor, like_sublayer: Tensor, threshold: int):
-    sublayer = like_sublayer.new_empty(summed.shape if threshold else 0)
+def _empty_gradients(_grad, _other, summed: Tensor, _means, _inverses, _weight,
+                     like_sublayer: Tensor, key: Tensor | None, *_rest
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+    sublayer = like_sublayer.new_empty(0 if key is None else summed.shape)
     rows = summed.numel() // summed.shape[-1]
     parts = summed.new_empty(min(rows, _NORM_PARTS), 2, summed.shape[-1], dtype=float32)
     return sublayer, empty_like(summed), parts
 
 
-def _row_constants(residual: Tensor, threshold: int) -> dict:
+@operator("residual_norm_gradients", _empty_gradients)
+def _norm_gradients(grad: Tensor, other: Tensor | None, summed: Tensor, means: Tensor,
+                    inverses: Tensor, weight: Tensor, like_sublayer: Tensor, key: Tensor | None,
+                    threshold: int, keep_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of sublayer (empty without dropout) and residual, and PARTS.
+
+    grad, other: of the norm's two uses. like_sublayer: any tensor of the sublayer's dtype.
+    """
+    outputs = _empty_gradients(grad, other, summed, means, inverses, weight, like_sublayer, key)
+    if summed.numel():
+        _norm_gradient_kernel[(len(outputs[2]),)](
+            grad, grad if other is None else other, summed, means, inverses, weight, *outputs,
+            means.numel(), key, threshold, keep_scale, TWO=other is not None,
+            **_row_constants(summed, key))
+    return outputs
+
+
+def _row_constants(residual: Tensor, key: Tensor | None) -> dict:
     size = residual.shape[-1]
     block = triton.next_power_of_2(size)
-    return {"C": size, "BLOCK": block, "DROPOUT": threshold != 0,
+    return {"C": size, "BLOCK": block, "DROPOUT": key is not None,
             "num_warps": min(max(block // 256, 1), 16)}
 
 
 class _ResidualNorm(Function):
     @staticmethod
-    def forward(ctx, sublayer, residual, weight, bias, epsilon, mask):
+    def forward(ctx, sublayer, residual, weight, bias, epsilon, key, threshold, keep_scale):
         with on_device_of(residual):
-            out, *saved = _norm(sublayer, residual, weight, bias, epsilon, *mask)
-        ctx.save_for_backward(*saved, weight, sublayer.new_empty(0))
-        ctx.mask, ctx.bias_dtype = mask, bias.dtype
+            out, *saved = _norm(sublayer, residual, weight, bias, epsilon, key, threshold,
+                                keep_scale)
+        ctx.save_for_backward(*saved, weight, sublayer.new_empty(0), key)
+        ctx.numbers, ctx.bias_dtype = (threshold, keep_scale), bias.dtype
         ctx.set_materialize_grads(False)
         return out, out.view_as(out)
 
@@ -231,31 +219,72 @@ class _ResidualNorm(Function):
     def backward(ctx, *grads):
         given = [x.contiguous() for x in grads if x is not None]
         if not given:
-            return (None,) * 6
-        summed, means, inverses, weight, like_sublayer = ctx.saved_tensors
+            return (None,) * 8
+        summed, means, inverses, weight, like_sublayer, key = ctx.saved_tensors
         with on_device_of(summed):
             sublayer, residual, parts = _norm_gradients(
                 given[0], given[1] if len(given) > 1 else None, summed, means, inverses, weight,
-                like_sublayer, *ctx.mask)
+                like_sublayer, key, *ctx.numbers)
         if not sublayer.numel():
             sublayer = residual.to(like_sublayer.dtype)
         weight_grad, bias_grad = parts.sum(0).to(weight.dtype)
-        return sublayer, residual, weight_grad, bias_grad.to(ctx.bias_dtype), None, None
+        return sublayer, residual, weight_grad, bias_grad.to(ctx.bias_dtype), *[None] * 4
 
 
 def residual_norm(sublayer: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float,
-                  mask) -> tuple[Tensor, Tensor]:
-    """Return LayerNorm(dropout(sublayer) + residual) in the dtype of `residual`.
+                  mask=None) -> tuple[Tensor, Tensor]:
+    """Return LayerNorm(dropout(sublayer) + residual) in the dtype of `residual`; `mask` of dropout.
 
     It comes as two tensors of one memory, for two uses: their gradients are added where the
     backward pass reads them.
     """
-    numbers = (*mask.signed(), mask.scale)
+    numbers = (mask.key, mask.signed_threshold, mask.scale) if mask else (None, 0, 1.0)
     return _ResidualNorm.apply(sublayer.contiguous(), residual.contiguous(), weight, bias, epsilon,
-                               numbers)
+                               *numbers)
 
 
-@custom_op("deberta_ds::biased_gelu", mutates_args=())
+@triton.jit(do_not_specialize=["threshold"])
+def _dropout_kernel(X, OUT, KEY, threshold, keep_scale, C: tl.constexpr, BLOCK: tl.constexpr,
+                    DROPOUT: tl.constexpr):
+    c = tl.arange(0, BLOCK)
+    element = tl.program_id(0).to(tl.int64) * C + c
+    kept = tl.load(X + element, mask=c < C, other=0.0).to(tl.float32)
+    kept *= _kept(element, KEY, threshold, keep_scale)
+    tl.store(OUT + element, kept.to(OUT.dtype.element_ty), mask=c < C)
+
+
+@operator("dropout", lambda x, *_rest: empty_like(x))
+def _dropout(x: Tensor, key: Tensor, threshold: int, keep_scale: float) -> Tensor:
+    """Return what `DropoutMask.apply` returns, x contiguous."""
+    out = empty_like(x)
+    if x.numel():
+        _dropout_kernel[(x.numel() // x.shape[-1],)](x, out, key, threshold, keep_scale,
+                                                     **_row_constants(x, key))
+    return out
+
+
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx, x, key, threshold, keep_scale):
+        ctx.save_for_backward(key)
+        ctx.numbers = threshold, keep_scale
+        with on_device_of(x):
+            return _dropout(x, key, threshold, keep_scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (key,) = ctx.saved_tensors
+        with on_device_of(grad):
+            return _dropout(grad.contiguous(), key, *ctx.numbers), None, None, None
+
+
+def dropout(x: Tensor, mask) -> Tensor:
+    """Return dropout(x) by a `DropoutMask`; backward keeps nothing but its key."""
+    return _Dropout.apply(x.contiguous(), mask.key, mask.signed_threshold, mask.scale)
+
+
+@operator("biased_gelu", lambda x_RC, bias_C: empty_like(x_RC))
 def _gelu(x_RC: Tensor, bias_C: Tensor) -> Tensor:
     """Return GELU(x + bias), x contiguous."""
     out_RC = empty_like(x_RC)
@@ -266,31 +295,21 @@ def _gelu(x_RC: Tensor, bias_C: Tensor) -> Tensor:
     return out_RC
 
 
-@_gelu.register_fake
-def _(x_RC, bias_C):
-    return empty_like(x_RC)
+def _empty_gelu_gradients(_grad_RC, x_RC: Tensor, _bias_C) -> tuple[Tensor, Tensor]:
+    rows, size = x_RC.shape
+    parts = min(triton.cdiv(rows, _GELU_ROWS), _GELU_PARTS)
+    return empty_like(x_RC), x_RC.new_empty(parts, size, dtype=float32)
 
 
-@custom_op("deberta_ds::biased_gelu_gradients", mutates_args=())
+@operator("biased_gelu_gradients", _empty_gelu_gradients)
 def _gelu_gradients(grad_RC: Tensor, x_RC: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of x and of the bias in PARTS."""
-    outputs = _empty_gelu_gradients(x_RC)
+    outputs = _empty_gelu_gradients(grad_RC, x_RC, bias_C)
     rows, size = x_RC.shape
     if rows:
         _gelu_gradient_kernel[(len(outputs[1]), triton.cdiv(size, _GELU_COLUMNS))](
             grad_RC, x_RC, bias_C, *outputs, rows, C=size, BR=_GELU_ROWS, BC=_GELU_COLUMNS)
     return outputs
-
-
-@_gelu_gradients.register_fake
-def _(grad_RC, x_RC, bias_C):
-    return _empty_gelu_gradients(x_RC)
-
-
-def _empty_gelu_gradients(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    rows, size = x_RC.shape
-    parts = min(triton.cdiv(rows, _GELU_ROWS), _GELU_PARTS)
-    return empty_like(x_RC), x_RC.new_empty(parts, size, dtype=float32)
 
 
 class _BiasedGelu(Function):

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -148,11 +148,6 @@ def obstacle(device: torch.device) -> str:
     if not interpreted() and torch.cuda.get_device_capability(device) < OLDEST:
         return "the card has no compute capability {}.{}".format(*OLDEST)
     return ""
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Return the context for launches: Triton launches on the current device, not the tensors'."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def keep_on_this_node() -> None:

@@ -14,14 +14,13 @@ from torch import Tensor
 from deberta_ds.model.attention.geometry import Geometry, kept_tensors, make_band
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.kernels.attention import ops
-from deberta_ds.model.kernels.kernel_check import on_device_of
 
 _LEAST_SIZE = 16  # of a head: what a product on tensor cores takes
 
 
 def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
                pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
-               query_positions_BQ: Tensor | None, dropout: float, seed: int | None,
+               query_positions_BQ: Tensor | None, dropout: float, seed: Tensor | None,
                keep_terms: bool = False) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`.
 
@@ -33,16 +32,16 @@ def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
     size = q_BHQD.shape[-1]
     scale = score_scale(size, pos_key_HSD, pos_query_HSD)
     facts = _facts_once(segments_BL, query_positions_BQ)
-    with torch.autocast(device.type, enabled=False), on_device_of(q_BHQD):
+    with torch.autocast(device.type, enabled=False):
         pos_key_HSD, pos_query_HSD = _widened(pos_key_HSD), _widened(pos_query_HSD)
         c2p_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
         p2c_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
         qkv = [_rows_contiguous(_widened(x.to(dtype))) for x in (q_BHQD, k_BHLD, v_BHLD)]
         gathered = query_positions_BQ is not None
-        results = ops.fused_attention(
-            *qkv, c2p_table, p2c_table, *facts, seed or 0, geometry.reach, scale,
-            float(dropout), gathered, keep_terms and not gathered)
-    return results[0][..., :size]
+        context_BQHD = ops.FusedAttention.apply(
+            *qkv, c2p_table, p2c_table, *facts, seed, geometry.reach, scale, float(dropout),
+            gathered, keep_terms and not gathered)
+    return context_BQHD[..., :size]
 
 
 def _widened(x: Tensor | None) -> Tensor | None:
@@ -71,7 +70,7 @@ def _expand(table_HSD: Tensor | None, geometry: Geometry, radius: int, rows_are_
     return (one_hot_CS @ rows_SK).view(2 * radius, *table_HSD.shape[::2])
 
 
-@kept_tensors(maxsize=16)  # 1 MB each at 512 tokens
+@kept_tensors(maxsize=None)  # for ever: CUDA graphs have its address; 1 MB at 512 tokens
 def _one_hot(geometry: Geometry, radius: int, rows_are_queries: bool, dtype, device) -> Tensor:
     """Return [C,S]: the row of the relative table for each row of the expanded one."""
     distances_C = torch.arange(2 * radius, device=device) - radius
@@ -85,13 +84,14 @@ def _facts_once(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple
     named = [x for x in (segments_BL, query_positions_BQ) if x is not None]
     if torch.compiler.is_compiling() or any(x.is_inference() for x in named):
         return _facts(segments_BL, query_positions_BQ)
-    versions = [x._version for x in named]
-    for tensors, seen, facts in recent_facts:
-        if len(tensors) == len(named) and seen == versions and all(map(is_, tensors, named)):
+    # A CUDA graph must compute its own, or replays would see the segments of a pass before it.
+    seen = [x._version for x in named], torch.cuda.is_current_stream_capturing()
+    for tensors, known, facts in recent_facts:
+        if len(tensors) == len(named) and known == seen and all(map(is_, tensors, named)):
             return facts
     with torch.inference_mode(False):
         facts = _facts(segments_BL, query_positions_BQ)
-    recent_facts.append((named, versions, facts))
+    recent_facts.append((named, seen, facts))
     return facts
 
 

@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from deberta_ds.base.splitmix import GAMMA, MULTIPLIERS
-from deberta_ds.model.attention.dropout import DIGIT_STEP, PAIR_MIX_1, PAIR_MIX_2, WORD_KEYS
+from deberta_ds.model.attention.dropout import (
+    DIGIT_STEP,
+    PAIR_MIX_1,
+    PAIR_MIX_2,
+    STREAM_FACTOR,
+    STREAM_TERM,
+    WORD_KEYS,
+)
 from deberta_ds.model.attention.geometry import GROUP_COLUMNS
 
 GROUP = tl.constexpr(GROUP_COLUMNS)
@@ -18,6 +25,7 @@ _GAMMA = tl.constexpr(GAMMA)
 _MULTIPLIER_1 = tl.constexpr(MULTIPLIERS[0])
 _MULTIPLIER_2 = tl.constexpr(MULTIPLIERS[1])
 _MIX_1, _MIX_2 = tl.constexpr(PAIR_MIX_1), tl.constexpr(PAIR_MIX_2 & 0xFFFFFFFF)
+_STREAM_FACTOR, _STREAM_TERM = tl.constexpr(STREAM_FACTOR), tl.constexpr(STREAM_TERM)
 _STEP, WORD = tl.constexpr(DIGIT_STEP & 0xFFFFFFFF), tl.constexpr(WORD_KEYS)
 # Scalar bases and 32-bit offsets everywhere: tiles of 64-bit addresses would fill the registers.
 
@@ -66,7 +74,7 @@ def loop_ranges(first, last, base, end, BLOCK: tl.constexpr, FAR: tl.constexpr):
 @triton.jit
 def _random_bits(counter, start):
     """Return splitmix64 of a counter, cut to 32 bits."""
-    state = (counter + 1).to(tl.uint64) * _GAMMA + start.to(tl.uint64)
+    state = (counter + 1).to(tl.uint64) * _GAMMA + start
     state = (state ^ (state >> 30)) * _MULTIPLIER_1
     state = (state ^ (state >> 27)) * _MULTIPLIER_2
     return (state ^ (state >> 31)).to(tl.uint32)
@@ -79,13 +87,14 @@ def words_of(WORDS, bh, NQ, NK):
     return WORDS + bh.to(tl.int64) * rows * ((NK + GROUP - 1) // GROUP * (GROUP // WORD)), rows
 
 
-@triton.jit(do_not_specialize=["start", "threshold", "NQ", "NK", "H"])
-def dropped_kernel(WORDS, START, STOP, start, threshold, NQ, NK, H, DIGITS: tl.constexpr,
+@triton.jit(do_not_specialize=["threshold", "NQ", "NK", "H"])
+def dropped_kernel(WORDS, START, STOP, SEED, threshold, NQ, NK, H, DIGITS: tl.constexpr,
                    BR: tl.constexpr, BW: tl.constexpr):
     """WORDS [B,H,W,rows]: `dropout.dropped_words`, transposed, of what these queries attend to."""
     bh = tl.program_id(1)
     i, w = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BW)
-    start, counter = tl.cast(start, tl.int64), bh.to(tl.int64) << 32
+    start = tl.load(SEED).to(tl.uint64) * _STREAM_FACTOR + _STREAM_TERM
+    counter = bh.to(tl.int64) << 32
     row_bits = _random_bits(i.to(tl.int64) + counter, start)
     WORDS, rows = words_of(WORDS, bh, NQ, NK)
     first, last = column_range(START, STOP, bh // H * NQ, i, NQ, NK)

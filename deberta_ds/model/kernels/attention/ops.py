@@ -1,4 +1,4 @@
-"""The kernels as torch operators: opaque to torch.compile, with fake kernels and autograd.
+"""Attention by the kernels, forward and backward: what is launched, and on which tensors.
 
 Shape legend: B batch, H heads, Q queries, L keys, D head size, C rows of an expanded table, W
 columns of a bias matrix.
@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from deberta_ds.model.attention.dropout import DIGITS, WORD_KEYS, bits_stream, drop_threshold
+from deberta_ds.model.attention.dropout import DIGITS, WORD_KEYS, drop_threshold
 from deberta_ds.model.attention.geometry import Band, make_band, padded
 from deberta_ds.model.kernels.attention import backward, blocks, forward, position_bias
-from deberta_ds.model.kernels.kernel_check import on_device_of
+from deberta_ds.model.kernels.operators import on_device_of, operator
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
 # key_facts int32 [7,B,L]: segment, first and last + 1 query column of the segment; the same of all
@@ -29,19 +30,52 @@ _DROPPED_ROWS, _DROPPED_WORDS, _ROW_DOT_ROWS = 64, 16, 64  # of a program
 _PROGRAMS = 1024  # wanted for a table's gradient: enough to fill any card
 
 
-@torch.library.custom_op("deberta_ds::fused_attention", mutates_args=())
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
-                    p2c_table: Tensor | None, query_facts: Tensor, key_facts: Tensor, seed: int,
-                    reach: int, scale: float, dropout: float, gathered: bool, keep: bool
-                   ) -> list[Tensor]:
+class FusedAttention(torch.autograd.Function):
+    """The context [B,Q,H,D]; the arguments are those of `attention_forward`."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with on_device_of(inputs[0]):
+            results = attention_forward(*inputs)
+        ctx.save_for_backward(*results, *inputs[:8])
+        ctx.numbers = inputs[8:]
+        return results[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        *results, q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed = ctx.saved_tensors
+        tensors = (q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed)
+        with on_device_of(q):
+            found = attention_backward(grad, results, *tensors, *ctx.numbers)
+        tables = (c2p_table, p2c_table)
+        d_tables = [None if t is None else g for t, g in zip(tables, found[3:], strict=True)]
+        return *found[:3], *d_tables, *[None] * 8
+
+
+def _fake_forward(q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed, reach, _scale,
+                  dropout, _gathered, keep):
+    results, band, tables = _empty_results(q), make_band(reach, k.shape[2]), (c2p_table, p2c_table)
+    if keep:
+        made = [_empty_term(x, t, k.shape[2], band) for x, t in zip((q, k), tables, strict=True)]
+        results[2:] = [*_kept(made, keep, *tables), _empty_words(q, k.shape[2], dropout)]
+    return results
+
+
+@operator("fused_attention", _fake_forward)
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
+                      p2c_table: Tensor | None, query_facts: Tensor, key_facts: Tensor,
+                      seed: Tensor | None, reach: int, scale: float, dropout: float,
+                      gathered: bool, keep: bool) -> list[Tensor]:
     """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and what
     backward keeps: the sum of the bias matrices (or the one there is, in its place), both edge
     terms and the dropped pairs.
 
     c2p_table, p2c_table: expanded tables [C,H,D], contiguous. reach: distance from which the
-    relative table is constant. gathered: queries are at the columns in query_facts, otherwise
-    query i is at column i. keep: return what backward keeps; otherwise it is empty, and backward
-    recomputes it. Not with gathered queries, which may share elements of a bias matrix.
+    relative table is constant. seed: int64 [1], of dropout. gathered: queries are at the columns in
+    query_facts, otherwise query i is at column i. keep: return what backward keeps; otherwise it is
+    empty, and backward recomputes it. Not with gathered queries, which may share elements of a bias
+    matrix.
     """
     batch, heads, queries, _ = q.shape
     keys, band, tables = k.shape[2], make_band(reach, k.shape[2]), (c2p_table, p2c_table)
@@ -57,16 +91,6 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
     return [*results[:2], *_kept(terms, keep, *tables), dropped] if keep else results
 
 
-@fused_attention.register_fake
-def _(q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed, reach, _scale, dropout,
-      _gathered, keep):
-    results, band, tables = _empty_results(q), make_band(reach, k.shape[2]), (c2p_table, p2c_table)
-    if keep:
-        made = [_empty_term(x, t, k.shape[2], band) for x, t in zip((q, k), tables, strict=True)]
-        results[2:] = [*_kept(made, keep, *tables), _empty_words(q, k.shape[2], dropout)]
-    return results
-
-
 def _summed(keep: bool, c2p_table: Tensor | None, p2c_table: Tensor | None) -> bool:
     """Return whether the forward kernel leaves the sum of both terms in the first one's place."""
     return keep and c2p_table is not None and p2c_table is not None
@@ -79,7 +103,7 @@ def _kept(terms, keep, c2p_table, p2c_table) -> list[Tensor]:
 
 
 def _empty_results(q: Tensor) -> list[Tensor]:
-    """Return what `fused_attention` returns, not yet filled; without position_bias."""
+    """Return what `attention_forward` returns, not yet filled; without position_bias."""
     batch, heads, queries, size = q.shape
     single = dict(dtype=torch.float32)
     return [q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
@@ -87,12 +111,18 @@ def _empty_results(q: Tensor) -> list[Tensor]:
             q.new_empty(0, dtype=torch.int32)]
 
 
-@torch.library.custom_op("deberta_ds::fused_attention_backward", mutates_args=())
-def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor, v: Tensor,
-                             c2p_table: Tensor | None, p2c_table: Tensor | None,
-                             query_facts: Tensor, key_facts: Tensor, seed: int, reach: int,
-                             scale: float, dropout: float, gathered: bool, keep: bool
-                            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake_backward(grad, results, q, k, v, c2p_table, p2c_table, *_rest):
+    rows = [x.transpose(1, 2) for x in _row_gradients(q, k, v)]
+    tables = (c2p_table, p2c_table)
+    return *rows, *(q.new_empty(0) if t is None else torch.empty_like(t) for t in tables)
+
+
+@operator("fused_attention_backward", _fake_backward)
+def attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor, v: Tensor,
+                       c2p_table: Tensor | None, p2c_table: Tensor | None, query_facts: Tensor,
+                       key_facts: Tensor, seed: Tensor | None, reach: int, scale: float,
+                       dropout: float, gathered: bool, keep: bool
+                      ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, k, v (laid out [B,L,H,D], as views [B,H,L,D]) and of both tables."""
     grad = grad.contiguous()
     batch, heads, queries, size = q.shape
@@ -137,20 +167,14 @@ def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: 
     return *(x.transpose(1, 2) for x in (dq, dk, dv)), *d_tables
 
 
-@fused_attention_backward.register_fake
-def _(grad, results, q, k, v, c2p_table, p2c_table, *_rest):
-    rows = [x.transpose(1, 2) for x in _row_gradients(q, k, v)]
-    tables = (c2p_table, p2c_table)
-    return *rows, *(q.new_empty(0) if t is None else torch.empty_like(t) for t in tables)
-
-
-def _dropped(q: Tensor, keys: int, query_facts: Tensor, seed: int, dropout: float) -> Tensor:
+def _dropped(q: Tensor, keys: int, query_facts: Tensor, seed: Tensor | None, dropout: float
+             ) -> Tensor:
     """Return the words of dropped pairs, see `blocks.dropped_kernel`; without dropout nothing."""
     words, (batch, heads, queries, _) = _empty_words(q, keys, dropout), q.shape
     if dropout:
         blocks.dropped_kernel[(triton.cdiv(queries, _DROPPED_ROWS), batch * heads)](
-            words, *query_facts[2:], bits_stream(seed), drop_threshold(dropout), queries, keys,
-            heads, DIGITS=DIGITS, BR=_DROPPED_ROWS, BW=_DROPPED_WORDS)
+            words, *query_facts[2:], seed, drop_threshold(dropout), queries, keys, heads,
+            DIGITS=DIGITS, BR=_DROPPED_ROWS, BW=_DROPPED_WORDS)
     return words
 
 
@@ -163,26 +187,6 @@ def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return new tensors [B,rows,H,D] for the gradients of q, k and v."""
     return [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
             for x in (q, k, v)]
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*output, *inputs[:7])
-    ctx.numbers = inputs[7:]
-    ctx.set_materialize_grads(False)  # nothing but the context is read: no zeros for the rest
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _backward(ctx, grads):
-    *results, q, k, v, c2p_table, p2c_table, query_facts, key_facts = ctx.saved_tensors
-    tensors = (q, k, v, c2p_table, p2c_table, query_facts, key_facts)
-    with on_device_of(q):
-        found = fused_attention_backward(grads[0], results, *tensors, *ctx.numbers)
-    tables = (c2p_table, p2c_table)
-    d_tables = [None if t is None else g for t, g in zip(tables, found[3:], strict=True)]
-    return *found[:3], *d_tables, *[None] * 8
-
-
-fused_attention.register_autograd(_backward, setup_context=_save)
 
 
 class _Term(NamedTuple):

@@ -1,0 +1,38 @@
+"""What launches Triton kernels: plain functions, and torch operators only for whoever traces them.
+
+A torch operator takes 20 to 50 us of the host for each call, more than its launches. So a function
+is called as it is, and as an operator with a fake kernel where operators are traced, recorded or
+counted: by torch.compile, on fake tensors, under a dispatch mode.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+
+def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
+    """Return a decorator that makes the torch operator deberta_ds::name of a function.
+
+    The function's first argument is a tensor. fake: returns empty results from the same arguments.
+    """
+    def decorate(function: Callable) -> Callable:
+        traced = torch.library.custom_op(f"deberta_ds::{name}", function, mutates_args=())
+        traced.register_fake(fake)
+
+        @wraps(function)
+        def call(first: Tensor, *others):
+            if (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+                    or type(first) not in (Tensor, torch.nn.Parameter)):
+                return traced(first, *others)
+            return function(first, *others)
+        return call
+    return decorate
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Return the context for launches: Triton launches on the current device, not the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
