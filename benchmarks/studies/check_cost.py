@@ -45,8 +45,8 @@ def bare_step(model_engine, batches: list, *, step: int, seed: int) -> None:
     counts = count_over_ranks(batches, model_engine.device)
     normalizers = {name: (count / share).float() for name, count in counts.items()}
     for micro_step, batch in enumerate(batches):
-        seed_step(seed, step, micro_step, dist.rank())
-        loss, *_ = model_engine(batch.to(model_engine.device), normalizers)
+        with seed_step(model_engine.device, seed, step, micro_step, dist.rank()):
+            loss, *_ = model_engine(batch.to(model_engine.device), normalizers)
         model_engine.backward(loss)
         model_engine.step()
 

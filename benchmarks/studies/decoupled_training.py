@@ -55,25 +55,25 @@ def train(run: run_config.RunConfig, mode: str, seed: int) -> dict[str, float]:
     for step, batch in enumerate(loader):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)
-        seed_step(seed, step, 0, 0)
-        normalizers = {"targets": batch.num_targets, "tokens": batch.num_tokens}
-        if mode != "decoupled":
-            model(batch, normalizers)[0].backward()
-            nets = [[*generator, *detector]] if mode == "joint" else [generator, detector]
-            _update(optimizer, nets, run.optim.clip_norm)
-            continue
-        generator_sum, _, ids_BL = replace_targets(
-            model.words, model.generator, batch, seed=model.sampling_seed,
-            temperature=run.objective.temperature, valid_vocab=model.valid_vocab)
-        (generator_sum / normalizers["targets"]).backward()
-        _update(optimizer, [generator], run.optim.clip_norm)
-        original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
-        logits_BL = model.discriminator(model.words, ids_BL, batch)
-        losses_BL = F.binary_cross_entropy_with_logits(
-            logits_BL, (ids_BL != original_BL).float(), reduction="none")
-        loss = (losses_BL * (batch.segments > 0)).sum() / normalizers["tokens"]
-        (run.objective.rtd_weight * loss).backward()
-        _update(optimizer, [detector], run.optim.clip_norm)
+        with seed_step(batch.rows.device, seed, step, 0, 0):
+            normalizers = {"targets": batch.num_targets, "tokens": batch.num_tokens}
+            if mode != "decoupled":
+                model(batch, normalizers)[0].backward()
+                nets = [[*generator, *detector]] if mode == "joint" else [generator, detector]
+                _update(optimizer, nets, run.optim.clip_norm)
+                continue
+            generator_sum, _, ids_BL = replace_targets(
+                model.words, model.generator, batch, seed=model.sampling_seed,
+                temperature=run.objective.temperature, valid_vocab=model.valid_vocab)
+            (generator_sum / normalizers["targets"]).backward()
+            _update(optimizer, [generator], run.optim.clip_norm)
+            original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
+            logits_BL = model.discriminator(model.words, ids_BL, batch)
+            losses_BL = F.binary_cross_entropy_with_logits(
+                logits_BL, (ids_BL != original_BL).float(), reduction="none")
+            loss = (losses_BL * (batch.segments > 0)).sum() / normalizers["tokens"]
+            (run.objective.rtd_weight * loss).backward()
+            _update(optimizer, [detector], run.optim.clip_norm)
     return evaluate(model, objective_of(run), torch.device("cpu"), {data.heldout: held_out}, rows)
 
 

@@ -127,8 +127,9 @@ def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path)
     for step, batch in enumerate(loader):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, steps)
-        seed_step(0, step, 0, 0)
-        model(batch, {"targets": batch.num_targets, "tokens": batch.num_tokens})[0].backward()
+        with seed_step(batch.rows.device, 0, step, 0, 0):
+            counts = {"targets": batch.num_targets, "tokens": batch.num_tokens}
+            model(batch, counts)[0].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -171,6 +171,9 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "full", "selective"] = option(
         "what the backward pass of a layer recomputes; full: the whole layer; selective: all but "
         "the outputs of its linear layers", "none")
+    cuda_graph: Literal["auto", "on", "off"] = option(
+        "micro-batches as a CUDA graph, so that the GPU does not wait for Python; auto: where "
+        "possible (bf16 or fp32 weights, ZeRO-0 to 2)", "auto")
     tf32: bool = option("fp32 matmuls on a GPU in TF32: faster, with 10 bits of mantissa", False)
     activation_checkpointing_interval: int = option("every n-th layer is checkpointed", 1, ge=1,
                                                     le=1000)

@@ -39,6 +39,7 @@ from deberta_ds.engine.clipping import (
 )
 from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
+from deberta_ds.engine.passes import build_passes
 from deberta_ds.model import cpu
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
@@ -134,9 +135,14 @@ def _saying_who_waits() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
+def device_type() -> str:
+    """Return what this machine computes on: "cpu", "cuda", ..."""
+    return deepspeed.get_accelerator().device_name()
+
+
 def local_device() -> torch.device:
     """Return this rank's device."""
-    name = deepspeed.get_accelerator().device_name()
+    name = device_type()
     return torch.device("cpu") if name == "cpu" else torch.device(name, dist.local_rank())
 
 
@@ -154,7 +160,9 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
     frozen, waiting = held_parameters(run, dict(model.named_parameters()))
-    return build_engine(model, run.optim, ds, frozen, waiting, objective_of(run).clip_groups(run))
+    engine = build_engine(model, run.optim, ds, frozen, waiting, objective_of(run).clip_groups(run))
+    engine.passes = build_passes(engine, run, ds)
+    return engine
 
 
 def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collection[str] = (),
@@ -182,6 +190,7 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     clip_networks_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
+    engine.passes = None
     # As zeros, their gradients count in no norm, and leave moments at zero.
     engine.holds = [parameter.register_hook(torch.zeros_like)
                     for name, parameter in model.named_parameters() if name in waiting]
@@ -246,6 +255,7 @@ ENGINE_PARTS = ("module", "optimizer", "device", "backward", "step", "zero_grad"
                 "skipped_steps", "global_steps", "global_samples", "fp16_enabled",
                 "dynamic_loss_scale", "set_train_batch_size", "train_micro_batch_size_per_gpu",
                 "set_gradient_accumulation_boundary", "get_global_grad_norm",
+                "allreduce_gradients", "coalesce_grad_reduction",
                 "zero_optimization_stage",
                 "zero_nvme_offload_optimizer", "dp_world_size", "gradient_clipping",
                 "clip_fp32_gradients")

@@ -15,7 +15,7 @@ from deberta_ds.config import own_parts, run_config
 from deberta_ds.config.options import ConfigError, raise_problems
 from deberta_ds.config.run_config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
 from deberta_ds.config.toml_files import flatten
-from deberta_ds.engine import ds_config
+from deberta_ds.engine import ds_config, engine, passes
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import freeze_problems, objective_of
 from deberta_ds.training import best
@@ -53,6 +53,8 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
                         f"train.steps = {train.steps}")
     problems += freeze_problems(run, ds)
     problems += ds_config.problems_with_optimizer(optim.name, ds)
+    if train.cuda_graph == "on" and (found := passes.obstacle(run, ds, engine.device_type())):
+        problems.append(f"train.cuda_graph = 'on': {found}; or write train.cuda_graph = \"auto\"")
     raise_problems(place, problems)
 
 

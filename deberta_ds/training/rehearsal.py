@@ -185,8 +185,8 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     loss = torch.zeros((), dtype=torch.float64, device=model_engine.device)
 
     def forward(_micro_step: int) -> torch.Tensor:
-        seed_step(run.train.seed, 0, 0, dist.rank())
-        trained, *_ = model_engine(batch.to(model_engine.device), counts)
+        with seed_step(model_engine.device, run.train.seed, 0, 0, dist.rank()):
+            trained, *_ = model_engine(batch.to(model_engine.device), counts)
         loss.add_(trained.detach())
         return trained
 

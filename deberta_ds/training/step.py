@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.cluster import dist
+from deberta_ds.model.dropout import seeded
 from deberta_ds.training.meters import WorkMeter
 
 Sums = dict[str, Tensor]
@@ -55,6 +56,8 @@ def mean_over_tokens(engine, batches: list) -> tuple[Forward, Sums]:
     # DeepSpeed averages over ranks and micro-batches; dividing the counts undoes that exactly.
     num_losses = dist.world_size() * len(batches)
     normalizers = {name: (count / num_losses).float() for name, count in counts.items()}
+    if engine.passes:
+        engine.passes.begin(normalizers, len(batches))
 
     def forward(batch) -> tuple[Tensor, Sums]:
         loss, sums, _ = engine(batch, normalizers)
@@ -129,10 +132,21 @@ class StepResult:
     request: bool = False  # some rank's
 
 
-def seed_step(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Make dropout of one micro-batch a function of (seed, step, micro-step, rank)."""
+def seed_of(seed: int, step: int, micro_step: int, rank: int) -> int:
+    """Return the number from which all that is random in one micro-batch follows."""
     text = f"{seed} {step} {micro_step} {rank}".encode()
-    torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little"))
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+
+
+@contextmanager
+def seed_step(device: torch.device, *place: int) -> Iterator[None]:
+    """Make dropout inside a function of `place` (see `seed_of`); torch's generators, too, which
+    heads and code of one's own may ask.
+    """
+    number = seed_of(*place)
+    torch.manual_seed(number)
+    with seeded(torch.full((1,), number, dtype=torch.int64, device=device)):
+        yield
 
 
 def count_over_ranks(batches: list, device: torch.device) -> Sums:
@@ -162,8 +176,15 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
     whole_loss = torch.zeros((), dtype=torch.float64, device=engine.device)
 
     def run_micro_batch(micro_step: int) -> tuple[Tensor, Sums]:
-        seed_step(seed, step, micro_step, dist.rank())
-        with span("forward"), meter.computing() if meter else nullcontext():
+        if engine.passes:
+            number = seed_of(seed, step, micro_step, dist.rank())
+            with span("forward and backward"), meter.computing() if meter else nullcontext():
+                return engine.passes.run(batches[micro_step], number)
+        return pass_forward(micro_step)
+
+    def pass_forward(micro_step: int) -> tuple[Tensor, Sums]:
+        with (seed_step(engine.device, seed, step, micro_step, dist.rank()), span("forward"),
+              meter.computing() if meter else nullcontext()):
             return forward(batches[micro_step].to(engine.device))
 
     # A batch that grows has another number of micro-batches now and then; a smaller one is a whole
@@ -175,15 +196,18 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
         whole_loss += loss.detach() / num_losses
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
-        if micro_step + 1 < len(batches):
+        if micro_step + 1 < len(batches) and not engine.passes:
             with span("backward"):
                 engine.backward(loss)
                 engine.step()
     agreed = torch.stack([whole_loss, _number(float(request), engine.device), *totals.values()])
     agreed = dist.sum_over_ranks(agreed)
     good = agreed[0] <= ceiling  # False for NaN
-    with span("backward"):
-        engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
+    with span("reduction" if engine.passes else "backward"):
+        if engine.passes:
+            engine.passes.hand_over(good)
+        else:
+            engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
     agreed = torch.cat([agreed, *(count.view(1) for count in counts.values())])
     mean_loss, requests, *summed = agreed.tolist()
     sums = dict(zip([*totals, *counts], summed, strict=True))
@@ -200,7 +224,7 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
         where = describe_losses(batches, totals, training.name)
         problem = f"gradient not finite, loss {mean_loss:.6g} ({where})"
         if raise_if_bad:
-            cause = find_bad_gradients(engine, batches, lambda number: run_micro_batch(number)[0],
+            cause = find_bad_gradients(engine, batches, lambda number: pass_forward(number)[0],
                                        training.name)
             cause = cause or "not seen again when the step was repeated: suspect the hardware"
             raise BadStepError(f"step {step + 1}: the gradient is not finite ({cause}); no update "

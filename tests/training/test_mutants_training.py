@@ -11,8 +11,9 @@ from data_helpers import RUN_RECORD
 
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.config.run_config import TrainConfig
+from deberta_ds.model.dropout import pass_keys
 from deberta_ds.training import bad_steps, best, journal, loop, rehearsal, saver
-from deberta_ds.training.step import seed_step
+from deberta_ds.training.step import seed_of, seed_step
 
 CPU = torch.device("cpu")
 
@@ -128,9 +129,11 @@ def test_the_end_of_the_metrics_is_uploaded_too():
 def test_no_two_passes_have_the_same_dropout():
     seeds = set()
     for place in ((1, 2, 3, 4), (9, 2, 3, 4), (1, 9, 3, 4), (1, 2, 9, 4), (1, 2, 3, 9)):
-        seed_step(*place)
-        seeds.add(torch.initial_seed())
-    assert len(seeds) == 5
+        seeds.add(seed_of(*place))
+        with seed_step(torch.device("cpu"), *place):
+            seeds.add(tuple(torch.stack(pass_keys(1, torch.device("cpu"))).flatten().tolist()))
+            assert torch.initial_seed() in seeds  # for heads and code of one's own
+    assert len(seeds) == 10
 
 
 def test_an_all_reduce_sends_each_byte_nearly_twice(monkeypatch):

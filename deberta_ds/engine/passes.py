@@ -1,0 +1,192 @@
+"""Forward and backward passes whose gradients are summed here: as a CUDA graph, and in fp32.
+
+On a GPU a micro-batch of v3-base is some 5,000 operators and launches, for which Python needs
+longer than the card. A CUDA graph replays all of them in one call. No hook of DeepSpeed runs in a
+replay; so gradients are added to static tensors, which `coalesce_grad_reduction` takes as if the
+hooks had left them (bit for bit the same update; tests/engine/test_passes.py). The sum is in fp32
+and rounded to the dtype of the weights once an update, without a graph too: in bf16 each addition
+would lose bits (1.2 % of the sum over 128 micro-batches).
+
+Not under ZeRO-3, whose weights are gathered by hooks; it accumulates in fp32 itself.
+"""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deberta_ds.base.own_code import is_own
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.data.batch import Batch
+from deberta_ds.engine import ds_config
+from deberta_ds.model.dropout import seeded
+
+_WARM_UPS = 3  # passes before a capture: libraries choose their algorithms and workspaces
+_GRAPHS = 2  # of different shapes, kept at once
+Sums = dict[str, Tensor]
+
+
+def obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
+    """Return why micro-batches of a run cannot be CUDA graphs, or an empty string."""
+    if device_type != "cuda":
+        return "there is no GPU"
+    if is_own(run.objective.kind):
+        return f"objective.kind = {run.objective.kind} may read the device"
+    return sums_obstacle(ds)
+
+
+def sums_obstacle(ds: dict) -> str:
+    """Return why gradients cannot be summed outside of DeepSpeed, or an empty string."""
+    zero = ds.get("zero_optimization", {})
+    if zero.get("stage", 0) == 3:
+        return "ZeRO-3 gathers weights by hooks; use ZeRO-1 or 2"
+    if ds_config.precision(ds) == "fp16":
+        return "the loss scale of fp16 is a number of the host; use bf16"
+    if ds.get("torch_autocast", {}).get("enabled"):
+        return "torch_autocast casts weights in every pass; use bf16"
+    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+        return "offload_optimizer copies gradients by hooks; leave it out"
+    if ds.get("data_types", {}).get("grad_accum_dtype") == "fp32" and zero.get("stage") == 1:
+        return "data_types.grad_accum_dtype is in the way; leave it out, sums are in fp32 here"
+    return ""
+
+
+def build_passes(engine, run: RunConfig, ds: dict) -> "Passes | None":
+    """Return what makes the passes of a run's micro-batches; None: `engine` itself does."""
+    found = obstacle(run, ds, engine.device.type)
+    as_graph = run.train.cuda_graph != "off" and not found
+    several = ds["gradient_accumulation_steps"] > 1 and ds_config.precision(ds) == "bf16"
+    sums = several and ds_config.zero_stage(ds) < 2 and not sums_obstacle(ds)
+    return Passes(engine, as_graph) if as_graph or sums else None
+
+
+class Passes:
+    """The passes of an update's micro-batches: `begin`, `run` for each, `hand_over`."""
+
+    def __init__(self, engine, as_graph: bool):
+        self._engine, self.as_graph = engine, as_graph
+        device = engine.device
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._flat = torch.zeros(sum(p.numel() for p in self._parameters), device=device)
+        self._sums = self._views(self._flat)
+        self._normalizers = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
+        self._count = torch.ones((), device=device)
+        self._seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self._micro_batches = 0
+        self._weights: tuple[int, ...] = ()
+        self._graphs: OrderedDict[tuple, _Graph] = OrderedDict()
+
+    def begin(self, normalizers: Sums, micro_batches: int) -> None:
+        """Start an update; `normalizers` as in `objectives.base`."""
+        self._flat.zero_()
+        for name, value in normalizers.items():
+            self._normalizers[name].copy_(value)
+        self._count.fill_(micro_batches)
+        self._micro_batches = micro_batches
+        weights = tuple(p.data_ptr() for p in self._parameters)
+        if weights != self._weights:  # a graph has their addresses
+            self._graphs.clear()
+        self._weights = weights
+
+    def run(self, batch: Batch, seed: int) -> tuple[Tensor, Sums]:
+        """Pass a micro-batch forward and backward; return its loss, and its detached sums.
+
+        With a graph they are overwritten by the next pass. `seed` is of dropout.
+        """
+        self._seed.fill_(seed)
+        if not self.as_graph:
+            return self._pass(batch.to(self._engine.device))
+        # Waiting weights have a hook each (engine.holds), which a graph takes in.
+        key = (*(tensor.shape for tensor in _tensors(batch)), bool(self._engine.holds))
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(batch)
+        self._graphs.move_to_end(key)
+        while len(self._graphs) > _GRAPHS:
+            self._graphs.popitem(last=False)
+        return self._graphs[key].replay(batch)
+
+    def hand_over(self, good: Tensor) -> None:
+        """Give the summed gradients to DeepSpeed; unless `good`, NaN in their place.
+
+        Gradients are reduced over ranks here; `engine.step()` may follow.
+        """
+        engine, stage = self._engine, self._engine.zero_optimization_stage()
+        factor = torch.where(good, 1.0, torch.nan).float()
+        torch._foreach_mul_([gradient.view(-1)[:1] for gradient in self._sums], factor)
+        engine.micro_steps += self._micro_batches - 1  # `step` counts one
+        engine.set_gradient_accumulation_boundary(True)
+        # New tensors every time: DeepSpeed replaces the memory of those that it finds.
+        gradients = self._views(self._flat.to(self._parameters[0].dtype))
+        if stage == 0:
+            self._set_gradients(gradients)
+            engine.allreduce_gradients()
+        else:
+            with engine.coalesce_grad_reduction():
+                self._set_gradients(gradients)
+
+    def _set_gradients(self, gradients: list[Tensor]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([p.numel() for p in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+    def _pass(self, batch: Batch) -> tuple[Tensor, Sums]:
+        with seeded(self._seed):
+            loss, sums, _ = self._engine.module(batch, self._normalizers)
+        found = torch.autograd.grad(loss / self._count, self._parameters, allow_unused=True)
+        pairs = [(total, gradient) for total, gradient in zip(self._sums, found, strict=True)
+                 if gradient is not None]
+        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+        return loss.detach(), sums
+
+    def _captured(self, batch: Batch) -> "_Graph":
+        fixed = batch.to(self._engine.device, copy=True)
+        # Numbers of the host would stay those of this batch.
+        fraction = torch.zeros((), dtype=torch.float64, device=self._engine.device)
+        host: dict[str, Any] = {"num_targets": None, "num_tokens": None, "run_fraction": fraction}
+        fixed = dataclasses.replace(fixed, **host)
+        kept = self._flat.clone()  # what the micro-batches before this one left
+        results, replay = capture(lambda: self._pass(fixed))
+        self._flat.copy_(kept)
+        return _Graph(fixed, results, replay)
+
+
+@dataclasses.dataclass
+class _Graph:
+    """A captured pass: the batch that it reads, and the results that each replay fills again."""
+
+    batch: Any
+    results: tuple[Tensor, Sums]
+    launch: Callable[[], None]
+
+    def replay(self, batch: Batch) -> tuple[Tensor, Sums]:
+        for fixed, tensor in zip(_tensors(self.batch), _tensors(batch), strict=True):
+            fixed.copy_(tensor, non_blocking=True)
+        self.batch.run_fraction.fill_(min(1.0, batch.run_fraction))
+        self.launch()
+        return self.results
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    return [value for value in values if isinstance(value, Tensor) and value.dim()]
+
+
+def capture(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """Return the results of a function as a CUDA graph, and what fills them again."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # Only what this thread does is checked: others copy checkpoints, and watch.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = function()
+    return results, graph.replay
