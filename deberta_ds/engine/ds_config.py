@@ -7,9 +7,8 @@ number has one owner, and the dict that DeepSpeed gets is complete. No torch and
 this module.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
@@ -238,13 +237,21 @@ def resolve(run: RunConfig, values: dict, world_size: int) -> dict:
                     clip_norm=run.optim.clip_norm)
 
 
-def complete(values: Mapping, *, rows: int, micro_rows: int, accumulation: int, clip_norm: float
+def complete(values: dict, *, rows: int, micro_rows: int, accumulation: int, clip_norm: float
              ) -> dict:
     """Return the complete dict of a step of `rows`, of `accumulation` micro-batches on each rank.
     """
+    own: dict[str, Any] = {}
+    if rows == micro_rows * accumulation and values.get("zero_optimization", {}).get("stage"):
+        # One rank has nothing to overlap, and DeepSpeed would wait for the device at each update.
+        own["zero_optimization"] = values["zero_optimization"] | {"overlap_comm": False}
+    if accumulation > 1 and precision(values) == "bf16" and zero_stage(values) > 1:
+        # In bf16 each addition loses bits; under ZeRO-1 `passes` adds in fp32.
+        own["data_types"] = {"grad_accum_dtype": "fp32"} | values.get("data_types", {})
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,  # never: our own log speaks
-    } | dict(values) | {"train_batch_size": rows, "train_micro_batch_size_per_gpu": micro_rows,
-                        "gradient_accumulation_steps": accumulation, "gradient_clipping": clip_norm}
+    } | values | own | {
+        "train_batch_size": rows, "train_micro_batch_size_per_gpu": micro_rows,
+        "gradient_accumulation_steps": accumulation, "gradient_clipping": clip_norm}

@@ -110,8 +110,8 @@ class Dropout(nn.Module):
         mask = mask_of(self.p if self.training else 0.0, key)
         if mask is None:
             return hidden
-        request = kernel_table.Request(hidden.device, hidden.dtype, hidden.shape[-1])
-        fused = kernel_table.pick("dropout", request).load()
+        _, fused = kernel_table.find("dropout", "auto", hidden.device, hidden.dtype,
+                                     hidden.shape[-1])
         return mask.apply(hidden) if fused is None else fused(hidden, mask)
 
 
@@ -162,8 +162,7 @@ def fused_kernel(idea: str, sublayer: torch.dtype, hidden: Tensor) -> Callable |
     if dtype != torch.float32 and (
             sublayer != dtype or torch.is_autocast_enabled(device.type)):
         return None
-    request = kernel_table.Request(device, sublayer, hidden.shape[-1], dtype)
-    return kernel_table.pick(idea, request).load()
+    return kernel_table.find(idea, "auto", device, sublayer, hidden.shape[-1], dtype)[1]
 
 
 def _signed(word: int) -> int:

@@ -46,9 +46,9 @@ def loss_function(mode: str, hidden_TC: Tensor, weight_VC: Tensor) -> Callable:
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     large = max(hidden_TC.numel(), weight_VC.numel()) >= kernel_table.MOST_ELEMENTS
-    request = kernel_table.Request(device, dtype, hidden_TC.shape[1],
-                              obstacle="2^31 hidden states or weights and more" if large else "")
-    return kernel_table.pick("cross-entropy", request, mode).load()
+    obstacle = "2^31 hidden states or weights and more" if large else ""
+    return kernel_table.find("cross-entropy", mode, device, dtype, hidden_TC.shape[1], None, False,
+                             (True, True), obstacle)[1]
 
 
 class InputBlock(nn.Module):

@@ -76,9 +76,9 @@ class Attention(nn.Module):
             relative_SC = self.relative_dropout(relative_SC, key)
             inputs.append(relative_SC)
             linears += [x for x in projections.values() if x not in linears]
-        shared = kernel_table.pick("projections", kernel_table.Request(
-            hidden_BLC.device, hidden_BLC.dtype, hidden_BLC.shape[-1],
-            obstacle=fused_projections.obstacle(inputs, linears))).load()
+        _, shared = kernel_table.find(
+            "projections", "auto", hidden_BLC.device, hidden_BLC.dtype, hidden_BLC.shape[-1], None,
+            False, (True, True), fused_projections.obstacle(inputs, linears))
         if shared is None:
             keys_values = self._project_keys_values(hidden_BLC, projections, relative_SC)
             return self.project_queries(hidden_BLC), keys_values

@@ -1,11 +1,14 @@
-"""The host waits for the device once a training step, after the last backward pass was launched.
+"""The host waits for the device once a training step, after the last backward pass was launched,
+and never in the passes that a CUDA graph captures, whose shapes are those of every batch.
 
 Tensors of the "meta" device stand for a GPU's: whoever reads a number of theirs is seen.
 """
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
@@ -14,13 +17,20 @@ import torch  # noqa: E402
 from test_determinism import batch_of_packed_rows  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_iter  # noqa: E402
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig  # noqa: E402
-from deberta_ds.model import encoder
+from deberta_ds.data.batch import Row, collate  # noqa: E402
+from deberta_ds.engine import passes  # noqa: E402
+from deberta_ds.model import encoder  # noqa: E402
+from deberta_ds.model.embeddings import InputBlock, TokenEmbedding  # noqa: E402
+from deberta_ds.model.heads import MaskedLmHead, ReplacedTokenHead  # noqa: E402
 from deberta_ds.model.kernels import kernel_table  # noqa: E402
 from deberta_ds.model.kernels.attention import fused_path  # noqa: E402
+from deberta_ds.objectives import rtd  # noqa: E402
 from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
 from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
+from deberta_ds.objectives.rtd_cached import CachedRtdModel  # noqa: E402
 from deberta_ds.training.step import _update, train_step  # noqa: E402
 
 DEVICE = torch.device("meta")
@@ -73,6 +83,7 @@ class Engine:
 
     device = DEVICE
     optimizer = SimpleNamespace(overflow=False)
+    passes = None
 
     def __init__(self, model, events):
         self.model, self.events = model, events
@@ -157,3 +168,101 @@ def test_what_waits_is_seen():
         torch.ones(3).to(DEVICE, non_blocking=True)
         torch.full((), 3.0, device=DEVICE)
         assert len(waits.events) == 7
+
+
+# ------------------------------------------------------------------------------ captures
+
+
+class Captures(Waits):
+    """An operator that a CUDA graph cannot hold is an error; `shapes` are those of all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        assert not self.events, f"{function} cannot be captured: {self.events}"
+        self.shapes.append((str(function), [tuple(x.shape) for x in tree_iter(out)
+                                            if isinstance(x, torch.Tensor)]))
+        return out
+
+
+def batch_with(targets: int):
+    """Return packed sequences with some targets, of at most 12."""
+    generator, rows = np.random.default_rng(targets), []
+    for number in range(3):
+        ids, labels = generator.integers(4, 190, 40), np.full(40, -100)
+        columns = generator.choice(40, max(0, targets - number), replace=False)
+        labels[columns], ids[columns] = ids[columns], 3
+        segments = np.repeat([1, 2, 0], [25, 12, 3]).astype(np.int32)
+        positions = np.concatenate([np.arange(25), np.arange(12), np.arange(3)]).astype(np.int32)
+        rows.append(Row(number, ids, labels, segments, positions, slots=12))
+    return collate(rows)
+
+
+def captured(kind: str, checkpointing: str = "none", frozen: str = "-") -> list:
+    """Return the shapes of every operator in the passes of batches with 12, 4 and 0 targets."""
+    shape = dict(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64,
+                 max_position=64, position_buckets=8)
+    if kind == "v1":
+        shape |= dict(position_buckets=0, share_position_projections=False, relative_norm=False)
+    config = ModelConfig(**shape, conv_kernel=3 if kind == "v2" else 0)
+    if kind in ("v1", "v2"):
+        model = MlmModel(config, 190)
+    elif kind == "rtd_cached":
+        model = CachedRtdModel(config, 50.0)
+    else:
+        settings = ObjectiveConfig(kind="rtd", embedding_sharing=kind, final_temperature=0.5)
+        model = RtdModel(config, config, settings, sampling_seed=0)
+    for name, parameter in model.to(DEVICE).named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    for module in model.modules():
+        if isinstance(module, encoder.Encoder):
+            module.checkpointing = checkpointing
+    made = passes.Passes(SimpleNamespace(module=model, device=DEVICE, holds=[]), as_graph=True)
+    found = []
+
+    def capture(function):
+        with Waits():  # warm-up: makes the tables that passes share
+            function()
+        with Captures() as capture, Makes(capture.events):
+            results = function()
+        found.append(capture.shapes)
+        return results, lambda: None
+
+    with patch.object(passes, "capture", capture):
+        for targets in (12, 4, 0):
+            made._graphs.clear()
+            made.run(batch_with(targets), seed=7)
+    return found
+
+
+@pytest.mark.parametrize("kind, more", [
+    ("v1", {}), ("v2", {}), ("gdes", {}), ("es", {}), ("nes", {}), ("rtd_cached", {}),
+    ("gdes", {"checkpointing": "full"}), ("v2", {"checkpointing": "selective"}),
+    ("gdes", {"frozen": "generator."})])
+def test_passes_can_be_captured_and_have_one_shape(kind, more, fused):
+    first, *others = captured(kind, **more)
+    assert len(first) > 300 and all(other == first for other in others)
+
+
+PLACES = [(encoder, "gather_columns"), (encoder, "attend"), (encoder, "pass_keys"),
+          (encoder.Attention, "project"), (encoder.Layer, "_block"),
+          (encoder.Encoder, "relative_table"), (TokenEmbedding, "forward"),
+          (InputBlock, "add_positions"), (MaskedLmHead, "transformed"),
+          (ReplacedTokenHead, "forward"), (rtd, "token_uniforms"), (rtd, "replace_targets")]
+
+
+@pytest.mark.parametrize("owner, name", PLACES, ids=lambda place: getattr(place, "__name__", place))
+def test_a_number_that_is_read_anywhere_is_caught(owner, name, fused, monkeypatch):
+    function = getattr(owner, name)
+
+    def reads(*arguments, **named):
+        out = function(*arguments, **named)
+        next(x for x in tree_iter(out) if isinstance(x, torch.Tensor)).sum().item()
+        return out
+
+    monkeypatch.setattr(owner, name, reads)
+    with pytest.raises(AssertionError, match="_local_scalar_dense.* cannot be captured"):
+        captured("gdes")

@@ -39,7 +39,7 @@ def card(monkeypatch):
 def request(idea: str, device=GPU, dtype=HALF, **more) -> Request:
     size = 64 if idea == "attention" else 768
     state = dtype if idea in ("LayerNorm", "GELU") else None
-    return replace(Request(device, dtype, size, state), **more)
+    return Request(device, dtype, size, state)._replace(**more)
 
 
 @pytest.mark.parametrize("idea", IDEAS)

@@ -44,14 +44,12 @@ def attend(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
     # Bias matrices and the score gradients of gathered queries are indexed with 32 bits.
     elements = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(q_BHQD.shape[2]))
     too_large = batch * heads > kernel_table.MOST_PROGRAMS or elements >= kernel_table.MOST_ELEMENTS
-    request = kernel_table.Request(
-        q_BHQD.device, q_BHQD.dtype, size, long=keys > kernel_table.LONGEST_SHORT or band.far,
-        terms=(pos_key_HSD is not None, pos_query_HSD is not None),
-        obstacle=_TOO_LARGE if too_large else "")
     assert q_BHQD.dtype == k_BHLD.dtype == v_BHLD.dtype
-    chosen = kernel_table.pick("attention", request, mode)
-    kept = {"keep_terms": keep_terms} if chosen.name == "fused" else {}
-    run = chosen.load()
+    name, run = kernel_table.find(
+        "attention", mode, q_BHQD.device, q_BHQD.dtype, size, None,
+        keys > kernel_table.LONGEST_SHORT or band.far,
+        (pos_key_HSD is not None, pos_query_HSD is not None), _TOO_LARGE if too_large else "")
+    kept = {"keep_terms": keep_terms} if name == "fused" else {}
     return run(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, geometry=geometry,
                segments_BL=segments, query_positions_BQ=query_positions_BQ, dropout=dropout,
                seed=seed, **kept)

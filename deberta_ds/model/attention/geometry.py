@@ -101,11 +101,14 @@ def _log(ratios) -> np.ndarray:
     return np.log(np.float32(ratios).astype(np.float64)).astype(np.float32)
 
 
-def _slots(geometry: Geometry) -> np.ndarray:
+def _slots(geometry: Geometry) -> list[int]:
     """Return the slots of distances -M..M."""
     buckets, span = _buckets(geometry), geometry.span
     signed = np.concatenate([-buckets[:0:-1], buckets])
-    return (signed + span).clip(0, 2 * span - 1)
+    return (signed + span).clip(0, 2 * span - 1).tolist()
+
+
+_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes its result
 
 
 @kept_tensors(maxsize=64)

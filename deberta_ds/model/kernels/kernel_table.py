@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,7 @@ _FLOATS = (torch.float32, *_HALF)
 _GPU, _CPU = ("cuda",), ("cpu",)
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What a choice depends on: device, types and sizes, no values."""
 
     device: torch.device
@@ -64,10 +63,13 @@ class Kernel:
 
     def load(self) -> Any:
         """Return the function, or None. Imported late: Triton need not be installed."""
-        if not self.place:
-            return None
-        module, name = self.place.split(":")
-        return getattr(import_module(f"deberta_ds.model.{module}"), name)
+        if self.place not in _LOADED:
+            module, name = self.place.split(":")
+            _LOADED[self.place] = getattr(import_module(f"deberta_ds.model.{module}"), name)
+        return _LOADED[self.place]
+
+
+_LOADED: dict[str, Any] = {"": None}  # functions by place
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,21 @@ class Choice:
 
     def load(self) -> Any:
         return self.kernel.load()
+
+
+def find(idea: str, mode: str, *request) -> tuple[str, Any]:
+    """Return the name and the function of the kernel that `pick` picks for `Request(*request)`."""
+    name, place = _find(idea, mode, *request)
+    return name, _LOADED[place]
+
+
+def _find(idea: str, mode: str, *request) -> tuple[str, str]:
+    kernel = pick(idea, Request(*request), mode).kernel
+    kernel.load()
+    return kernel.name, kernel.place
+
+
+_find._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes its result
 
 
 def pick(idea: str, request: Request, mode: str = "auto") -> Choice:

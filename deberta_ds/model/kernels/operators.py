@@ -25,7 +25,7 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
 
         @wraps(function)
         def call(first: Tensor, *others):
-            if (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+            if (torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or first.is_meta
                     or type(first) not in (Tensor, torch.nn.Parameter)):
                 return traced(first, *others)
             return function(first, *others)
@@ -36,3 +36,8 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
 def on_device_of(x: Tensor) -> AbstractContextManager:
     """Return the context for launches: Triton launches on the current device, not the tensors'."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def is_captured(x: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured: what is computed then belongs to the graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -14,6 +14,7 @@ from torch import Tensor
 from deberta_ds.model.attention.geometry import Geometry, kept_tensors, make_band
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.kernels.attention import ops
+from deberta_ds.model.kernels.operators import is_captured
 
 _LEAST_SIZE = 16  # of a head: what a product on tensor cores takes
 
@@ -85,7 +86,7 @@ def _facts_once(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple
     if torch.compiler.is_compiling() or any(x.is_inference() for x in named):
         return _facts(segments_BL, query_positions_BQ)
     # A CUDA graph must compute its own, or replays would see the segments of a pass before it.
-    seen = [x._version for x in named], torch.cuda.is_current_stream_capturing()
+    seen = [x._version for x in named], is_captured(segments_BL)
     for tensors, known, facts in recent_facts:
         if len(tensors) == len(named) and known == seen and all(map(is_, tensors, named)):
             return facts

@@ -1,0 +1,189 @@
+"""How long the host needs for a training step, part by part; on a GPU also the time at few rows.
+
+  python -m benchmarks.host_time                              # processor time; kernels do nothing
+  python -m benchmarks.host_time --cuda --rows 1 16 64 128    # on a card: time of a micro-batch
+  python -m benchmarks.host_time --cuda --rows 64 --graph auto off
+
+Without a card: DeepSpeed's engine as a run has it (ZeRO-1, bf16) on tensors of one sequence of 64
+tokens and 64 columns, Triton kernels replaced by functions that do nothing, processor time, the
+least of some steps. On a card the time of a micro-batch of one row is the host's: the kernels of
+one row take a fraction of it.
+"""
+
+import argparse
+import json
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.measure import RESULTS, environment
+from benchmarks.train_step import make_batch
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.base.files import write_atomic
+from deberta_ds.config import run_config
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.engine import engine
+from deberta_ds.model.kernels import kernel_table
+from deberta_ds.training import step as training_step
+
+# name: objective, layers, generator's layers, hidden size, heads
+MODELS = {"rtd_v3_base": ("rtd", 12, 6, 768, 12), "mlm_12x192": ("mlm", 12, 0, 192, 3),
+          "rtd_7x256": ("rtd", 7, 3, 256, 4)}
+COLUMNS, LENGTH, CARD_LENGTH = 64, 64, 512
+
+
+def run_of(name: str, rows: int, micro_batches: int, on_card: bool, graph: str) -> RunConfig:
+    """Return the run that is timed."""
+    kind, layers, generator_layers, size, heads = MODELS[name]
+    length = CARD_LENGTH if on_card else LENGTH
+    run, _ = run_config.load("launch/runs/v3_base.toml", [
+        f"--train.micro_batch_size={rows}", f"--train.global_batch_size={rows * micro_batches}",
+        f"--data.seq_len={length}", f"--train.cuda_graph={graph}",
+        *([] if on_card else ["--model.vocab_size=2048"])])
+    if not on_card:
+        size, heads = COLUMNS, 1
+    model = replace(run.model, num_layers=layers, hidden_size=size, num_heads=heads,
+                    intermediate_size=(4 if on_card else 2) * size)
+    objective = replace(run.objective, kind=kind, generator_layers=generator_layers)
+    return replace(run, model=model, objective=objective)
+
+
+def json_of(run: RunConfig) -> dict:
+    rows, accumulation = run.train.micro_batch_size, run.train.global_batch_size
+    return {"train_batch_size": accumulation, "train_micro_batch_size_per_gpu": rows,
+            "gradient_accumulation_steps": accumulation // rows, "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": None, "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1, "overlap_comm": False,
+                                  "reduce_bucket_size": 50_000_000,
+                                  "allgather_bucket_size": 50_000_000}}
+
+
+class Nothing:
+    """A Triton kernel that launches nothing, and counts."""
+
+    launches = 0
+
+    def __getitem__(self, _grid):
+        Nothing.launches += 1
+        return lambda *_, **__: None
+
+
+@contextmanager
+def kernels_that_do_nothing():
+    """Take the kernels of a card, whose launches do nothing; their results are zeros."""
+    from deberta_ds.model.kernels import fused_cross_entropy, fused_norm
+    from deberta_ds.model.kernels.attention import backward, blocks, forward, ops, position_bias
+
+    def pick(idea, _request, mode="auto"):
+        return next(kernel_table.Choice(one, "") for one in kernel_table.KERNELS
+                    if one.idea == idea and mode in ("auto", one.name))
+
+    def new_zeros(tensor, *shape, **options):
+        return torch.Tensor.new_zeros(tensor, *shape, **options)
+
+    stand_ins = [(kernel_table, "pick", pick), (torch.Tensor, "new_empty", new_zeros),
+                 (torch, "empty_like", torch.zeros_like), (torch, "empty", torch.zeros)]
+    stand_ins += [(module, "empty_like", torch.zeros_like) for module in (ops, fused_norm)
+                  if hasattr(module, "empty_like")]
+    stand_ins += [(module, name, Nothing()) for module in (
+        backward, blocks, forward, position_bias, fused_norm, fused_cross_entropy)
+        for name in vars(module) if name.endswith("_kernel")]
+    patches = [patch.object(*stand_in) for stand_in in stand_ins]
+    for one in patches:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in reversed(patches):
+            one.stop()
+
+
+def processor_ms(name: str, micro_batches: int, rounds: int) -> dict[str, float]:
+    """Return the least processor milliseconds of a step by part, and its launches of Triton."""
+    run = run_of(name, 1, micro_batches, on_card=False, graph="off")
+    made = engine.build_pretraining_engine(run, json_of(run), None)
+    made.passes = None  # DeepSpeed's own passes: without a graph that is what a card waits for
+    engine.set_learning_rate(made, 0.0)
+    batches = [make_batch(run.model, 1, LENGTH) for _ in range(micro_batches)]
+    parts: dict[str, float] = {}
+
+    @contextmanager
+    def span(part: str):
+        start = time.process_time()
+        yield
+        parts[part] = parts.get(part, 0.0) + (time.process_time() - start) * 1e3
+
+    best: dict[str, float] = {}
+    with patch.object(training_step, "span", span):
+        for number in range(rounds + 3):
+            parts.clear()
+            Nothing.launches, start = 0, time.process_time()
+            training_step.train_step(made, batches, step=number, seed=1, raise_if_bad=False)
+            parts["step"] = (time.process_time() - start) * 1e3
+            if number >= 3:
+                best = {key: min(value, best.get(key, value)) for key, value in parts.items()}
+    return {key: round(value, 1) for key, value in best.items()} | {"launches": Nothing.launches}
+
+
+def card_ms(name: str, rows: int, micro_batches: int, graph: str, rounds: int) -> dict[str, float]:
+    """Return milliseconds of a micro-batch, tokens a second, and the most memory, on a card."""
+    run = run_of(name, rows, micro_batches, on_card=True, graph=graph)
+    made = engine.build_pretraining_engine(run, json_of(run), None)
+    engine.set_learning_rate(made, 0.0)
+    batches = [make_batch(run.model, rows, CARD_LENGTH).pin_memory() for _ in range(micro_batches)]
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for number in range(rounds + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        training_step.train_step(made, batches, step=number, seed=1)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    least = min(seconds[3:]) / micro_batches
+    found = {"ms": round(least * 1e3, 2), "tokens_per_second": round(rows * CARD_LENGTH / least),
+             "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)}
+    del made
+    torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--micro_batches", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--cuda", action="store_true", help="time real kernels on this card")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 128])
+    parser.add_argument("--graph", nargs="+", default=["off"], choices=("auto", "on", "off"))
+    parser.add_argument("--out", default=str(RESULTS / "host_time.json"))
+    options = parser.parse_args()
+    if not options.cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        torch.set_num_threads(1)
+    engine.init_distributed()
+    results = []
+    for name in options.models:
+        for micro_batches in options.micro_batches:
+            about = {"model": name, "micro_batches": micro_batches}
+            if not options.cuda:
+                with kernels_that_do_nothing():
+                    results.append(about | processor_ms(name, micro_batches, options.rounds))
+                print(json.dumps(results[-1]), flush=True)
+                continue
+            for rows in options.rows:
+                for graph in options.graph:
+                    results.append(about | {"rows": rows, "graph": graph} | card_ms(
+                        name, rows, micro_batches, graph, options.rounds))
+                    print(json.dumps(results[-1]), flush=True)
+    device = "cuda" if options.cuda else "cpu"
+    document = {"benchmark": "host_time", "environment": environment(device), "results": results}
+    write_atomic(options.out, json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
