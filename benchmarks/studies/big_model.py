@@ -80,7 +80,8 @@ def predict(options: argparse.Namespace, ds_path: Path) -> dict:
     run, _ = run_config.load(options.config, options.overrides)
     ds = ds_config.load(ds_path)
     parameters = count_parameters(on_meta(build_model, run))
-    memory = memory_of(parameters, ds, 1, trace(run, torch.bfloat16, fused=False), False)
+    memory = memory_of(parameters, ds, 1, trace(run, torch.bfloat16, fused=False), False,
+                       False)
     return {"parameters": parameters, "held_bytes": memory.held, "peak_bytes": memory.peak,
             "on_disk_bytes": memory.offloaded}
 

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -147,11 +147,13 @@ def local_device() -> torch.device:
 
 
 def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
-                             initial: dict[str, Tensor] | None = None):
+                             initial: dict[str, Tensor] | None = None,
+                             say: Callable[[str], None] = tell):
     """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
 
     `ds` is the resolved dict of `deepspeed_config.resolve`. `initial` replaces the random values of
-    the parameters it names; only rank 0's is read.
+    the parameters it names; only rank 0's is read. `say` gets a line where no CUDA
+    graph is possible.
     """
     stage3 = ds_config.zero_stage(ds) == 3
     with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
@@ -161,7 +163,7 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     set_parameters(model, initial or {}, gather)
     frozen, waiting = held_parameters(run, dict(model.named_parameters()))
     engine = build_engine(model, run.optim, ds, frozen, waiting, objective_of(run).clip_groups(run))
-    engine.passes = build_passes(engine, run, ds)
+    engine.passes = build_passes(engine, run, ds, say)
     return engine
 
 

@@ -54,13 +54,26 @@ def sums_obstacle(ds: dict) -> str:
     return ""
 
 
-def build_passes(engine, run: RunConfig, ds: dict) -> "Passes | None":
+def is_graph(run: RunConfig, ds: dict, device_type: str) -> bool:
+    """Return whether micro-batches of a run become CUDA graphs."""
+    return run.train.cuda_graph != "off" and not obstacle(run, ds, device_type)
+
+
+def are_summed(ds: dict, accumulates: bool) -> bool:
+    """Return whether gradients are summed here without a graph: in bf16 below ZeRO-2, which, as
+    ZeRO-3, adds in fp32 itself.
+    """
+    in_bf16 = ds_config.precision(ds) == "bf16" and ds_config.zero_stage(ds) < 2
+    return accumulates and in_bf16 and not sums_obstacle(ds)
+
+
+def build_passes(engine, run: RunConfig, ds: dict, say: Callable[[str], None]) -> "Passes | None":
     """Return what makes the passes of a run's micro-batches; None: `engine` itself does."""
-    found = obstacle(run, ds, engine.device.type)
-    as_graph = run.train.cuda_graph != "off" and not found
-    several = ds["gradient_accumulation_steps"] > 1 and ds_config.precision(ds) == "bf16"
-    sums = several and ds_config.zero_stage(ds) < 2 and not sums_obstacle(ds)
-    return Passes(engine, as_graph) if as_graph or sums else None
+    device_type, as_graph = engine.device.type, is_graph(run, ds, engine.device.type)
+    if device_type == "cuda" and not as_graph and run.train.cuda_graph != "off":
+        say(f"no CUDA graph, the GPU may wait for Python: {obstacle(run, ds, device_type)}")
+    summed = are_summed(ds, ds["gradient_accumulation_steps"] > 1)
+    return Passes(engine, as_graph) if as_graph or summed else None
 
 
 class Passes:

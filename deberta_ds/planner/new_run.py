@@ -49,7 +49,7 @@ _SHAPES = ((4, 128), (6, 192), (7, 256))  # layers and width of the smallest mod
 LOSS, _FITTED = (1.53, -0.0273, -0.0581), (8e6, 144e6)
 _LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/learning.md)
 _FEWEST_STEPS, _ENOUGH_STEPS, _SMALLEST_BATCH = 100, 1000, 2048  # the last in tokens
-_MICRO_TOKENS = {True: 2048, False: 16_384}  # by is_cpu: most of a forward pass
+_MICRO_TOKENS = {True: 2048, False: 65_536}  # by is_cpu: most of a forward pass
 
 Changes = dict[str, tuple[Any, str]]  # {key of a run file: (value, reason)}
 
@@ -143,16 +143,20 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
         per_step //= 2
     of_rank = max(1, per_step // length // ranks)
     fitting = max(1, min(of_rank, _MICRO_TOKENS[gpu.is_cpu] // length))
-    micro, best = 1 << fitting.bit_length() - 1, None
+    micro, best, chosen = 1 << fitting.bit_length() - 1, None, 0
     batch = ranks * micro * max(1, round(of_rank / micro))
-    while best is None and micro:
-        changes |= {"train.global_batch_size": (batch, f"{batch * length:,} tokens an update"),
-                    "train.micro_batch_size": (micro, "")}
-        run, micro = _run(file, changes), micro // 2
-        best = recommended(make_plan(run, ds, gpu=gpu, gpus=devices.gpus, nodes=devices.nodes,
-                                     mfu=expected_mfu(run, gpu, ds)))
+    changes |= {"train.global_batch_size": (batch, f"{batch * length:,} tokens an update")}
+    # Smaller ones are only faster while they need less recomputation.
+    while micro and (best is None or best.checkpointing != "none"):
+        run = _run(file, changes | {"train.micro_batch_size": (micro, "")})
+        found = recommended(make_plan(run, ds, gpu=gpu, gpus=devices.gpus, nodes=devices.nodes,
+                                      mfu=expected_mfu(run, gpu, ds)))
+        if found and (best is None or found.tokens_per_second > best.tokens_per_second):
+            best, chosen = found, micro
+        micro //= 2
     if best is None:
         raise UserError(f"{file}: its model does not fit; use devices with more memory")
+    changes |= {"train.micro_batch_size": (chosen, "")}
     seen = min(most, seconds * best.tokens_per_second)
     changes |= _of_steps(int(seen / (batch * length)), batch * length, tokens, best,
                          "the text" if seen == most else f"{hours:g} h")

@@ -20,6 +20,7 @@ from deberta_ds.config.batch_schedule import micro_batches, problems_with_ranks,
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.passes import are_summed, is_graph
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model, objective_of
@@ -84,14 +85,23 @@ class Choice:
 
 
 def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
-              accumulates: bool) -> Memory:
-    """Return the memory of one rank under a DeepSpeed dict."""
+              accumulates: bool, summed: bool) -> Memory:
+    """Return the memory of one rank under a DeepSpeed dict.
+
+    summed: gradients of the micro-batches are summed outside of DeepSpeed (`engine.passes`).
+    """
     zero = ds.get("zero_optimization", {})
     stage, width = ds_config.zero_stage(ds), weight_width(ds)
     part = -(-parameters // ranks)
     bucket = width * int(zero.get("reduce_bucket_size", BUCKET))
     away = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     # From the second micro-batch on, stages 0 and 1 hold whole gradients and stage 2 its part.
+    if summed:  # all gradients of a pass at once, their sums, and these again as DeepSpeed's
+        flat = 4 * min(parameters, BUCKET) if stage == 0 and ranks > 1 else 2 * bucket
+        optimizer = 8 * parameters if stage == 0 else 12 * part
+        handed = width * parameters * (width < 4)
+        return Memory(width * parameters, optimizer, 4 * parameters, activations.peak(1.0),
+                      handed + min(flat, 2 * width * parameters) + (2 * width + 4) * part, 0)
     if stage == 0:
         flat = 4 * min(parameters, BUCKET) if ranks > 1 else 0
         work = activations.peak(0.0) + width * parameters if accumulates else activations.peak(1.0)
@@ -149,7 +159,10 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
             if ds_config.problems_between(staged):
                 continue  # pretrain would refuse it
-            memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
+            summed = are_summed(staged, accumulation > 1)
+            if not gpu.is_cpu:
+                summed |= is_graph(run, staged, "cuda")
+            memory = memory_of(parameters, staged, ranks, activations, accumulation > 1, summed)
             # Full recomputation repeats the forward pass: a third of forward + backward.
             row_seconds = compute_row * {"none": 1.0, "selective": 1.05, "full": 4 / 3}[name]
             weights = most_gathered(sizes, staged["zero_optimization"], ranks,

@@ -1,7 +1,9 @@
 """The share of a card's peak that a run is expected to reach, where nobody has measured it.
 
-GPUs: the price of a step of 16,384 tokens on an H100, operator by operator (benchmarks/
-step_cost.py; `python -m benchmarks.studies.mfu_table`), times what a run on one reached of it.
+GPUs: a micro-batch takes as long as its kernels or as the host, whichever is more. Kernels: the
+price of a step of 16,384 tokens on an H100, operator by operator (benchmarks/step_cost.py; `python
+-m benchmarks.studies.mfu_table`), times what a run on one reached of it. The host: as measured
+(benchmarks/host_time.py), or a fixed time where a CUDA graph takes its work (not measured yet).
 What a step takes beyond its matmuls is taken to grow with a card's peak by the bandwidth of its
 memory: from 256 wide on 1 to 13 % below the same prices for an A100. CPU: docs/evidence/
 performance.md.
@@ -11,6 +13,7 @@ import numpy as np
 
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.passes import is_graph
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import GPUS, Gpu
 
@@ -18,8 +21,11 @@ _MATMULS = 0.65  # of the peak, step_cost's PRODUCT_SHARE: what no step exceeds
 _WIDTHS, _LENGTHS = (128, 256, 384, 768, 1024, 1536), (128, 512, 2048)
 _H100 = ((.062, .074, .067), (.166, .131, .092), (.230, .196, .119), (.343, .292, .179),
          (.382, .316, .187), (.424, .363, .227))  # by width, then length
-_REACHED = 0.52  # of the price: RTD v3-base, 64 x 512 (benchmarks/results/first_contact-h100.txt)
-_LAUNCH_SECONDS = 1e-2  # of the host, for a layer's kernels: 155 ms for 12 x 192, Muon, there
+# Of the price: kernels of RTD v3-base, 64 x 512, took 168 of a micro-batch's 218 ms (docs/evidence/
+# performance.md, from benchmarks/results/first_contact-h100.txt).
+_REACHED = 0.67
+# Of the host: for a layer's operators and launches, for a replay, and for an update.
+_LAYER_SECONDS, _REPLAY_SECONDS, _UPDATE_SECONDS = 8e-3, 3e-3, 17e-3
 _CPU = {"fp32": (.45, .73), "bf16": (.25, .64)}  # 128 and 384 wide
 
 
@@ -37,7 +43,10 @@ def expected_mfu(run: RunConfig, gpu: Gpu, ds: dict) -> float:
     objective = objective_of(run)
     layers = sum(one.num_layers for one in objective.encoders(run).values())
     flops = run.train.micro_batch_size * run.data.seq_len * objective.flops_per_token(run)
-    return min(_REACHED * priced_mfu(run, gpu, products), flops / (peak * layers * _LAUNCH_SECONDS))
+    kernels = flops / (peak * _REACHED * priced_mfu(run, gpu, products))
+    host = _REPLAY_SECONDS if is_graph(run, ds, "cuda") else layers * _LAYER_SECONDS
+    updates = run.train.micro_batch_size / run.train.global_batch_size  # for each, on one rank
+    return flops / peak / (max(kernels, host) + updates * _UPDATE_SECONDS)
 
 
 def priced_mfu(run: RunConfig, gpu: Gpu, products: str) -> float:

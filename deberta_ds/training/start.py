@@ -77,7 +77,8 @@ def build(run: RunConfig, inputs: Inputs, record: RunRecord | None, say: Callabl
     tensors, notes = ({}, []) if record else first_weights(run)
     for line in notes:
         say(line)
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors,
+                                                   say)
     check_restorable(model_engine)
     if run.init.moments and not record:
         say(f"init: optimizer state of {_take_moments(run, model_engine)}")

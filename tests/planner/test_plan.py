@@ -15,6 +15,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.passes import are_summed
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import plan
@@ -85,7 +86,7 @@ def test_memory_is_within_ten_percent_of_what_is_allocated(run_file, names, rank
         run, _ = run_config.load(run_file, MODELS[name.split(",")[0]])
         memory = memory_of(count_parameters(on_meta(build_model, run)), measured["ds"], ranks,
                            traced(run, ds_config.precision(measured["ds"])),
-                           accumulates=micro_batches > 1)
+                           micro_batches > 1, are_summed(measured["ds"], micro_batches > 1))
         print(f"{name}: held {memory.held / measured['held'] - 1:+.1%}, "
               f"peak {memory.peak / measured['peak'] - 1:+.1%}")
         assert memory.held == pytest.approx(measured["held"], rel=TOLERANCE), name
@@ -146,8 +147,8 @@ def test_states_of_the_published_sizes():
     """ZeRO's own arithmetic: 16 bytes a parameter in bf16 with fp32 Adam, gradients included."""
     ds = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 0}, "bf16": {"enabled": True}}
     nothing = Activations({0: 0})
-    assert memory_of(1_000_000, ds, 1, nothing, accumulates=False).held == 16_000_000
-    assert memory_of(1_000_000, ds, 8, nothing, accumulates=False).held == 2_000_000
+    assert memory_of(1_000_000, ds, 1, nothing, False, False).held == 16_000_000
+    assert memory_of(1_000_000, ds, 8, nothing, False, False).held == 2_000_000
 
 
 def test_table(run_file):
@@ -253,14 +254,19 @@ def test_cores_of_a_cpu_are_planned_as_they_were_measured(monkeypatch):
 
 
 def test_expected_mfu_follows_the_price_of_a_step(monkeypatch):
-    """It was 40 % for every model; a run of v3-base at 64 x 512 on an H100 reached 15 %."""
+    """It was 40 % for every model; of v3-base at 64 x 512 an H100's kernels took 168 ms, and with a
+    host that takes longer that is the step.
+    """
     monkeypatch.chdir(ROOT)
     run, _ = run_config.load("launch/runs/v3_base.toml", ["--train.micro_batch_size=64"])
     result = ROOT / "benchmarks/results/step_cost-v3_base-64x512-h100.json"
     priced = json.loads(result.read_text())
     found = expected_mfu(run, GPUS["h100"], BF16)
-    assert found == pytest.approx(0.152, rel=0.05)
-    assert found == pytest.approx(0.52 * priced["total"]["mfu"], rel=0.15)
+    assert found == pytest.approx(0.152 * 218 / 168, rel=0.05)
+    assert found == pytest.approx(0.67 * priced["total"]["mfu"], rel=0.15)
+    few = replace(run, train=replace(run.train, micro_batch_size=16))
+    eager = replace(few, train=replace(few.train, cuda_graph="off"))
+    assert expected_mfu(few, GPUS["h100"], BF16) > 3 * expected_mfu(eager, GPUS["h100"], BF16)
     assert expected_mfu(run, GPUS["a100"], BF16) > found > expected_mfu(run, GPUS["l40s"], BF16)
     narrow = replace(run, model=replace(run.model, hidden_size=192))
     assert expected_mfu(narrow, GPUS["h100"], BF16) < found / 2
