@@ -2,7 +2,8 @@
 
   python -m benchmarks.host_time                              # processor time; kernels do nothing
   python -m benchmarks.host_time --cuda --rows 1 16 64 128    # on a card: time of a micro-batch
-  python -m benchmarks.host_time --cuda --rows 64 --graph auto off
+  python -m benchmarks.host_time --cuda --rows 64 --graph off auto    # and whether losses are equal
+  TRY=1 python -m benchmarks.host_time --cuda --rows 1 2    # the same code on a CPU, small models
 
 Without a card: DeepSpeed's engine as a run has it (ZeRO-1, bf16) on tensors of one sequence of 64
 tokens and 64 columns, Triton kernels replaced by functions that do nothing, processor time, the
@@ -131,24 +132,29 @@ def processor_ms(name: str, micro_batches: int, rounds: int) -> dict[str, float]
 
 
 def card_ms(name: str, rows: int, micro_batches: int, graph: str, rounds: int) -> dict[str, float]:
-    """Return milliseconds of a micro-batch, tokens a second, and the most memory, on a card."""
-    run = run_of(name, rows, micro_batches, on_card=True, graph=graph)
+    """Return milliseconds of a micro-batch, tokens a second, the most memory, and the losses."""
+    trial = "TRY" in os.environ
+    run = run_of(name, rows, micro_batches, on_card=not trial, graph=graph)
     made = engine.build_pretraining_engine(run, json_of(run), None)
-    engine.set_learning_rate(made, 0.0)
-    batches = [make_batch(run.model, rows, CARD_LENGTH).pin_memory() for _ in range(micro_batches)]
-    torch.cuda.reset_peak_memory_stats()
-    seconds = []
+    engine.set_learning_rate(made, 1e-4)
+    batches = [make_batch(run.model, rows, run.data.seq_len) for _ in range(micro_batches)]
+    if not trial:
+        batches = [batch.pin_memory() for batch in batches]
+        torch.cuda.reset_peak_memory_stats()
+    seconds, losses = [], []
     for number in range(rounds + 3):
-        torch.cuda.synchronize()
         start = time.perf_counter()
-        training_step.train_step(made, batches, step=number, seed=1)
-        torch.cuda.synchronize()
+        losses.append(training_step.train_step(made, batches, step=number, seed=1).loss)
+        if not trial:
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     least = min(seconds[3:]) / micro_batches
-    found = {"ms": round(least * 1e3, 2), "tokens_per_second": round(rows * CARD_LENGTH / least),
-             "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)}
-    del made
-    torch.cuda.empty_cache()
+    found = {"ms": round(least * 1e3, 2), "losses": losses,
+             "tokens_per_second": round(rows * run.data.seq_len / least)}
+    if not trial:
+        found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+        del made
+        torch.cuda.empty_cache()
     return found
 
 
@@ -160,9 +166,10 @@ def main() -> None:
     parser.add_argument("--cuda", action="store_true", help="time real kernels on this card")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 128])
     parser.add_argument("--graph", nargs="+", default=["off"], choices=("auto", "on", "off"))
-    parser.add_argument("--out", default=str(RESULTS / "host_time.json"))
+    parser.add_argument("--out")
     options = parser.parse_args()
-    if not options.cuda:
+    out = options.out or str(RESULTS / f"host_time{'-cuda' * options.cuda}.json")
+    if not options.cuda or "TRY" in os.environ:
         os.environ["DS_ACCELERATOR"] = "cpu"
         torch.set_num_threads(1)
     engine.init_distributed()
@@ -176,13 +183,17 @@ def main() -> None:
                 print(json.dumps(results[-1]), flush=True)
                 continue
             for rows in options.rows:
+                first: list[float] = []
                 for graph in options.graph:
-                    results.append(about | {"rows": rows, "graph": graph} | card_ms(
-                        name, rows, micro_batches, graph, options.rounds))
+                    found = card_ms(name, rows, micro_batches, graph, options.rounds)
+                    losses = found.pop("losses")
+                    first = first or losses
+                    results.append(about | {"rows": rows, "graph": graph, "loss": losses[-1],
+                                            "same_losses": losses == first} | found)
                     print(json.dumps(results[-1]), flush=True)
-    device = "cuda" if options.cuda else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     document = {"benchmark": "host_time", "environment": environment(device), "results": results}
-    write_atomic(options.out, json.dumps(document, indent=1) + "\n")
+    write_atomic(out, json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

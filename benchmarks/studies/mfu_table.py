@@ -1,9 +1,9 @@
 """The MFU that the planner starts from: `python -m benchmarks.studies.mfu_table` (minutes, no GPU).
 
 Prints deberta_ds/planner/speed.py's table: steps of 16,384 tokens of models from 128 to 1,536 wide,
-RTD (the widest: masked LM), on an H100 as benchmarks/step_cost.py prices them, with the host's
-launches where they take longer; and next to it the same on an A100, which the table does not hold,
-to show how far the planner's rule for other cards is from it.
+RTD (the widest: masked LM), on an H100 as benchmarks/step_cost.py prices their kernels; and next to
+it the same on an A100, which the table does not hold, to show how far the planner's rule for other
+cards is from it.
 """
 
 from benchmarks.step_cost import CARDS, count_step, summarize
@@ -31,7 +31,7 @@ def priced(hidden: int, length: int) -> dict[str, float]:
     found = {}
     for card in ("h100", "a100"):
         total = summarize(run, count, CARDS[card])["total"]
-        found[card] = total["mfu"] * min(1.0, total["seconds"] / total["launch_seconds"])
+        found[card] = total["mfu"]
     return found | {"a100 by rule": priced_mfu(run, GPUS["a100"], "bf16")}
 
 

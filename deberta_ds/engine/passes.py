@@ -33,8 +33,9 @@ def obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
     """Return why micro-batches of a run cannot be CUDA graphs, or an empty string."""
     if device_type != "cuda":
         return "there is no GPU"
-    if is_own(run.objective.kind):
-        return f"objective.kind = {run.objective.kind} may read the device"
+    if is_own(run.objective.kind) and run.train.cuda_graph != "on":
+        return (f"objective.kind = {run.objective.kind} may read the device; if it does not, write "
+                'train.cuda_graph = "on"')
     return sums_obstacle(ds)
 
 

@@ -19,13 +19,13 @@ from deberta_ds.planner.gpus import GPUS, Gpu
 
 _MATMULS = 0.65  # of the peak, step_cost's PRODUCT_SHARE: what no step exceeds
 _WIDTHS, _LENGTHS = (128, 256, 384, 768, 1024, 1536), (128, 512, 2048)
-_H100 = ((.062, .074, .067), (.166, .131, .092), (.230, .196, .119), (.343, .292, .179),
+_H100 = ((.078, .074, .069), (.166, .131, .092), (.230, .196, .119), (.343, .292, .179),
          (.382, .316, .187), (.424, .363, .227))  # by width, then length
 # Of the price: kernels of RTD v3-base, 64 x 512, took 168 of a micro-batch's 218 ms (docs/evidence/
 # performance.md, from benchmarks/results/first_contact-h100.txt).
 _REACHED = 0.67
 # Of the host: for a layer's operators and launches, for a replay, and for an update.
-_LAYER_SECONDS, _REPLAY_SECONDS, _UPDATE_SECONDS = 8e-3, 3e-3, 17e-3
+LAYER_SECONDS, _REPLAY_SECONDS, _UPDATE_SECONDS = 8e-3, 3e-3, 17e-3
 _CPU = {"fp32": (.45, .73), "bf16": (.25, .64)}  # 128 and 384 wide
 
 
@@ -44,7 +44,7 @@ def expected_mfu(run: RunConfig, gpu: Gpu, ds: dict) -> float:
     layers = sum(one.num_layers for one in objective.encoders(run).values())
     flops = run.train.micro_batch_size * run.data.seq_len * objective.flops_per_token(run)
     kernels = flops / (peak * _REACHED * priced_mfu(run, gpu, products))
-    host = _REPLAY_SECONDS if is_graph(run, ds, "cuda") else layers * _LAYER_SECONDS
+    host = _REPLAY_SECONDS if is_graph(run, ds, "cuda") else layers * LAYER_SECONDS
     updates = run.train.micro_batch_size / run.train.global_batch_size  # for each, on one rank
     return flops / peak / (max(kernels, host) + updates * _UPDATE_SECONDS)
 
