@@ -11,6 +11,7 @@ Not under ZeRO-3, whose weights are gathered by hooks; it accumulates in fp32 it
 """
 
 import dataclasses
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.own_code import is_own
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.engine import ds_config
 from deberta_ds.model.dropout import seeded
 
+_LOG = logging.getLogger("deberta_ds")
 _WARM_UPS = 3  # passes before a capture: libraries choose their algorithms and workspaces
 _GRAPHS = 2  # of different shapes, kept at once
 Sums = dict[str, Tensor]
@@ -74,14 +77,16 @@ def build_passes(engine, run: RunConfig, ds: dict, say: Callable[[str], None]) -
     if device_type == "cuda" and not as_graph and run.train.cuda_graph != "off":
         say(f"no CUDA graph, the GPU may wait for Python: {obstacle(run, ds, device_type)}")
     summed = are_summed(ds, ds["gradient_accumulation_steps"] > 1)
-    return Passes(engine, as_graph) if as_graph or summed else None
+    mode = run.train.cuda_graph if as_graph else "off"
+    return Passes(engine, mode) if as_graph or summed else None
 
 
 class Passes:
     """The passes of an update's micro-batches: `begin`, `run` for each, `hand_over`."""
 
-    def __init__(self, engine, as_graph: bool):
-        self._engine, self.as_graph = engine, as_graph
+    def __init__(self, engine, mode: str):
+        """mode: train.cuda_graph."""
+        self._engine, self._mode = engine, mode
         device = engine.device
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._flat = torch.zeros(sum(p.numel() for p in self._parameters), device=device)
@@ -111,16 +116,8 @@ class Passes:
         With a graph they are overwritten by the next pass. `seed` is of dropout.
         """
         self._seed.fill_(seed)
-        if not self.as_graph:
-            return self._pass(batch.to(self._engine.device))
-        # Waiting weights have a hook each (engine.holds), which a graph takes in.
-        key = (*(tensor.shape for tensor in _tensors(batch)), bool(self._engine.holds))
-        if key not in self._graphs:
-            self._graphs[key] = self._captured(batch)
-        self._graphs.move_to_end(key)
-        while len(self._graphs) > _GRAPHS:
-            self._graphs.popitem(last=False)
-        return self._graphs[key].replay(batch)
+        graph = None if self._mode == "off" else self._graph_of(batch)
+        return graph.replay(batch) if graph else self._pass(batch.to(self._engine.device))
 
     def hand_over(self, good: Tensor) -> None:
         """Give the summed gradients to DeepSpeed; unless `good`, NaN in their place.
@@ -158,6 +155,26 @@ class Passes:
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
         return loss.detach(), sums
 
+    def _graph_of(self, batch: Batch) -> "_Graph | None":
+        """Return the graph for batches of this shape; None, and from now on, if it is refused."""
+        # Waiting weights have a hook each (engine.holds), which a graph takes in.
+        key = (*(tensor.shape for tensor in _tensors(batch)), bool(self._engine.holds))
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._captured(batch)
+            except RuntimeError as error:  # of torch, a library or the driver
+                if self._mode == "on":
+                    raise UserError(f"train.cuda_graph = 'on': {first_line(error)}; write "
+                                    "train.cuda_graph = \"off\"") from error
+                self._mode = "off"
+                _LOG.warning("WARNING: no CUDA graph, the GPU may wait for Python: %s",
+                             first_line(error))
+                return None
+        self._graphs.move_to_end(key)
+        while len(self._graphs) > _GRAPHS:
+            self._graphs.popitem(last=False)
+        return self._graphs[key]
+
     def _captured(self, batch: Batch) -> "_Graph":
         fixed = batch.to(self._engine.device, copy=True)
         # Numbers of the host would stay those of this batch.
@@ -165,9 +182,10 @@ class Passes:
         host: dict[str, Any] = {"num_targets": None, "num_tokens": None, "run_fraction": fraction}
         fixed = dataclasses.replace(fixed, **host)
         kept = self._flat.clone()  # what the micro-batches before this one left
-        results, replay = capture(lambda: self._pass(fixed))
-        self._flat.copy_(kept)
-        return _Graph(fixed, results, replay)
+        try:
+            return _Graph(fixed, *capture(lambda: self._pass(fixed)))
+        finally:
+            self._flat.copy_(kept)
 
 
 @dataclasses.dataclass

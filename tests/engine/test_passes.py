@@ -3,17 +3,21 @@
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import rank_helpers
 import recorded_graph
 import torch
 from launching import ROOT, deepspeed_json, losses, make_run
 
+from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint.find import list_finished, load_whole_state
 from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
-from deberta_ds.engine import engine
+from deberta_ds.data.batch import Row, collate
+from deberta_ds.engine import engine, passes
 from deberta_ds.model.kernels import attention
 from deberta_ds.training.check import check_run
 
@@ -106,3 +110,34 @@ def test_what_cannot_be_a_graph_is_named(tmp_path, values, device, reason, monke
         check_run(run, values, 1, None, "run.toml")
     automatic = replace(run, train=replace(run.train, cuda_graph="auto"))
     check_run(automatic, values, 1, None, "run.toml")
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_a_card_that_refuses_the_graph_trains_without_it(monkeypatch, caplog, mode):
+    def refused(_function):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, batch, normalizers):
+            loss = (self.weight * batch.rows).sum() / normalizers["targets"]
+            return loss, {"loss": loss.detach()}, {}
+
+    monkeypatch.setattr(passes, "capture", refused)
+    device, made = torch.device("cpu"), Model()
+    mine = passes.Passes(SimpleNamespace(module=made, device=device, holds=[]), mode)
+    batch = collate([Row(number, *[np.zeros(4, np.int64)] * 4) for number in range(3)])
+    ones = torch.ones(())
+    mine.begin({"targets": ones, "tokens": ones}, 2)
+    if mode == "on":
+        with pytest.raises(UserError, match="cuda_graph = 'on': operation not permitted.*\"off\""):
+            mine.run(batch, seed=1)
+        return
+    with caplog.at_level("INFO", "deberta_ds"):
+        losses = [float(mine.run(batch, seed=1)[0]) for _ in range(2)]
+    assert losses == [3.0, 3.0] and mine._flat.tolist() == [0.0, 1.0, 2.0]
+    line, = caplog.records  # once
+    assert line.levelname == "WARNING" and "not permitted when stream is capturing" in line.message

@@ -220,7 +220,7 @@ def captured(kind: str, checkpointing: str = "none", frozen: str = "-") -> list:
     for module in model.modules():
         if isinstance(module, encoder.Encoder):
             module.checkpointing = checkpointing
-    made = passes.Passes(SimpleNamespace(module=model, device=DEVICE, holds=[]), as_graph=True)
+    made = passes.Passes(SimpleNamespace(module=model, device=DEVICE, holds=[]), "auto")
     found = []
 
     def capture(function):

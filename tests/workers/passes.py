@@ -30,7 +30,7 @@ def train(run, ds_values: dict, way: str) -> tuple:
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     model_engine.passes = None
     if way != "hooks":
-        model_engine.passes = passes.Passes(model_engine, as_graph=way == "graph")
+        model_engine.passes = passes.Passes(model_engine, "auto" if way == "graph" else "off")
     losses, counts = [], []
     for step, micro in enumerate(batches_of(run, inputs, start=0, end=STEPS)):
         engine.set_learning_rate(model_engine, 1e-3, is_thawed=step >= run.train.freeze_steps)
