@@ -242,11 +242,15 @@ def complete(values: dict, *, rows: int, micro_rows: int, accumulation: int, cli
     """Return the complete dict of a step of `rows`, of `accumulation` micro-batches on each rank.
     """
     own: dict[str, Any] = {}
-    if rows == micro_rows * accumulation and values.get("zero_optimization", {}).get("stage"):
+    zero = values.get("zero_optimization", {})
+    if rows == micro_rows * accumulation and zero.get("stage"):
         # One rank has nothing to overlap, and DeepSpeed would wait for the device at each update.
-        own["zero_optimization"] = values["zero_optimization"] | {"overlap_comm": False}
-    if accumulation > 1 and precision(values) == "bf16" and zero_stage(values) > 1:
-        # In bf16 each addition loses bits; under ZeRO-1 `passes` adds in fp32.
+        own["zero_optimization"] = zero | {"overlap_comm": False}
+    # In bf16 each addition loses bits; under ZeRO-1 `passes` adds in fp32. Under ZeRO-2 with
+    # offload DeepSpeed 0.19.8 would add to the NaN that a bad step has left.
+    kept = zero_stage(values) == 2 and (
+        zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if accumulation > 1 and precision(values) == "bf16" and zero_stage(values) > 1 and not kept:
         own["data_types"] = {"grad_accum_dtype": "fp32"} | values.get("data_types", {})
     return {
         "zero_allow_untested_optimizer": True,
