@@ -28,7 +28,8 @@ def attend(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
       query that sees no key gives 0.
     query_positions_BQ: row columns of the queries; None means Q == L, query i at column i. The
       relative distance is query column minus key column.
-    pos_key_HSD, pos_query_HSD: projected relative tables, or None to leave that term out.
+    pos_key_HSD, pos_query_HSD: projected relative tables, or None to leave that term out;
+      pos_query_HSD may be what `gathered_term` returned.
     dropout, seed: pairs to drop are a function of `seed` alone, so a recomputation under
       activation checkpointing sees the same mask. `seed` is required when `dropout` > 0.
     mode: "auto" or one implementation by name. Raises UserError for one that cannot run here.
@@ -40,21 +41,43 @@ def attend(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
         raise ValueError("attention dropout needs a seed")
     if query_positions_BQ is None and q_BHQD.shape[2] != k_BHLD.shape[2]:
         raise ValueError("fewer queries than keys need query_positions_BQ")
-    (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
-    # Bias matrices and the score gradients of gathered queries are indexed with 32 bits.
-    elements = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(q_BHQD.shape[2]))
-    too_large = batch * heads > kernel_table.MOST_PROGRAMS or elements >= kernel_table.MOST_ELEMENTS
-    request = kernel_table.Request(
-        q_BHQD.device, q_BHQD.dtype, size, long=keys > kernel_table.LONGEST_SHORT or band.far,
-        terms=(pos_key_HSD is not None, pos_query_HSD is not None),
-        obstacle=_TOO_LARGE if too_large else "")
     assert q_BHQD.dtype == k_BHLD.dtype == v_BHLD.dtype
-    chosen = kernel_table.pick("attention", request, mode)
+    chosen = _pick(k_BHLD, q_BHQD.shape[2], pos_key_HSD, pos_query_HSD, geometry, mode)
     kept = {"keep_terms": keep_terms} if chosen.name == "fused" else {}
     run = chosen.load()
     return run(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, geometry=geometry,
                segments_BL=segments, query_positions_BQ=query_positions_BQ, dropout=dropout,
                seed=seed, **kept)
+
+
+def gathered_term(k_BHLD: Tensor, pos_key_HSD: Tensor | None, pos_query_HSD: Tensor, *,
+                  geometry: Geometry, segments: Tensor, query_positions_BQ: Tensor,
+                  mode: str = "auto") -> Tensor:
+    """Return what calls of `attend` with these keys and query positions take as pos_query_HSD.
+
+    "fused" computes the term for all of them; the others take the table itself.
+    """
+    queries = query_positions_BQ.shape[1]
+    chosen = _pick(k_BHLD, queries, pos_key_HSD, pos_query_HSD, geometry, mode)
+    if chosen.name != "fused":
+        return pos_query_HSD
+    from deberta_ds.model.kernels import attention
+
+    return attention.gathered_term(
+        k_BHLD, pos_key_HSD, pos_query_HSD, geometry=geometry, segments_BL=segments,
+        query_positions_BQ=query_positions_BQ)
+
+
+def _pick(k_BHLD: Tensor, queries: int, pos_key_HSD: Tensor | None, pos_query_HSD: Tensor | None,
+          geometry: Geometry, mode: str) -> kernel_table.Choice:
+    (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
+    # Bias matrices and the score gradients of gathered queries are indexed with 32 bits.
+    elements = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(queries))
+    too_large = batch * heads > kernel_table.MOST_PROGRAMS or elements >= kernel_table.MOST_ELEMENTS
+    return kernel_table.pick("attention", kernel_table.Request(
+        k_BHLD.device, k_BHLD.dtype, size, long=keys > kernel_table.LONGEST_SHORT or band.far,
+        terms=(pos_key_HSD is not None, pos_query_HSD is not None),
+        obstacle=_TOO_LARGE if too_large else ""), mode)
 
 
 def attend_cls(q_BH1D: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
