@@ -29,43 +29,44 @@ from benchmarks.peers import GEOMETRY, Problem, make_problem
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.cluster.driver import count_gpus
 from deberta_ds.model.attention.geometry import make_band
-from deberta_ds.model.kernels.attention import ops
+from deberta_ds.model.kernels.attention import tiles
 
 WORKERS, MOST_ERROR = 14, 1e-2
 FUSED = VARIANTS["fused"]
 KERNELS = {"forward": "forward_kernel", "key": "key_kernel", "query": "query_kernel",
-           "bias": "bias_kernel", "rows": "row_gradient_kernel", "table": "table_gradient_kernel"}
+           "bias": "bias_kernel", "rows": "row_gradient_kernel", "table": "table_gradient_kernel",
+           "content": "content_kernel"}
 FLASH = ("forward", "key", "query")
 # rows (of queries for flash kernels), columns, warps, stages
 CANDIDATES = {
-    "forward": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3),
-                (128, 32, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3), (64, 128, 4, 2),
-                (128, 128, 8, 2)],
-    "key": [(32, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (16, 128, 8, 2), (16, 128, 4, 2),
-            (64, 128, 8, 2), (64, 128, 8, 1), (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2),
-            (64, 64, 4, 1), (64, 64, 8, 2), (128, 64, 8, 1), (32, 64, 8, 2), (64, 32, 4, 2),
-            (32, 32, 4, 2)],
+    "forward": [(64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 2),
+                (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 4, 2), (64, 128, 4, 2)],
+    "key": [(64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2), (64, 64, 4, 2), (32, 128, 8, 2),
+            (32, 128, 8, 3), (64, 64, 8, 2), (64, 128, 8, 1), (32, 128, 4, 2), (64, 64, 4, 1)],
     "query": [(128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3),
               (128, 32, 8, 2), (128, 32, 4, 3), (64, 32, 4, 3), (64, 128, 4, 2)],
-    "bias": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 4, 2), (128, 64, 4, 2),
-             (128, 64, 8, 2), (128, 128, 8, 2), (64, 32, 4, 3), (32, 64, 4, 2), (128, 32, 4, 3)],
-    "rows": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3), (128, 64, 4, 3),
-             (128, 64, 8, 3), (64, 128, 4, 3), (128, 128, 8, 2), (64, 32, 4, 4), (128, 32, 4, 4)],
-    "table": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 3), (128, 64, 4, 3),
-              (128, 64, 8, 3), (32, 128, 4, 3), (64, 128, 4, 3), (128, 128, 8, 2), (32, 64, 4, 4)]}
+    "bias": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 4, 2), (32, 64, 4, 2),
+             (64, 128, 8, 2), (64, 32, 4, 3)],
+    "rows": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3), (64, 128, 4, 2),
+             (64, 128, 4, 3), (64, 32, 4, 4), (32, 64, 4, 3)],
+    "content": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 128, 4, 2), (128, 64, 4, 3),
+                (128, 64, 8, 3), (64, 32, 4, 4)],
+    "table": [(32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 4, 2),
+              (64, 128, 8, 2), (16, 64, 4, 3)]}
+# A forward tile has at least the queries of a key tile, and a key tile at most 128 keys: `forward`.
 
 
 def use_own_tiles() -> None:
     """Give all kernels the tiles of the table."""
-    for cached in (ops.choose_tile, ops.choose_product_tile, ops.tile_table):
+    for cached in (tiles.choose_tile, tiles.choose_product_tile, tiles.tile_table):
         cached.cache_clear()
 
 
 def use(kernel: str, tile: tuple[int, ...]) -> None:
     """Give one kernel a tile, the others those of the table."""
     use_own_tiles()
-    table = ops.tile_table()  # kept until the next call
-    sizes = table[ops._architecture(torch.cuda.get_device_capability())][str(SIZE)]
+    table = tiles.tile_table()  # kept until the next call
+    sizes = table[tiles._architecture(torch.cuda.get_device_capability())][str(SIZE)]
     for place in (sizes["short"], sizes["long"]) if kernel in FLASH else (sizes,):
         place[kernel] = list(tile)
 
@@ -92,18 +93,18 @@ def own_tile(kernel: str, length: int) -> tuple[int, ...]:
     capability = torch.cuda.get_device_capability()
     if kernel in FLASH:
         far = make_band(GEOMETRY.reach, length).far
-        return tuple(ops.choose_tile(capability, SIZE, length, kernel, False, far))
-    return tuple(ops.choose_product_tile(capability, SIZE, kernel))
+        return tuple(tiles.choose_tile(capability, SIZE, length, kernel, False, far))
+    return tuple(tiles.choose_product_tile(capability, SIZE, kernel))
 
 
-def timed(problem: Problem, kernel: str, tiles: list[tuple[int, ...]]) -> list[dict]:
-    """Return the tiles of one kernel with its seconds in a layer, the fastest first.
+def timed(problem: Problem, kernel: str, candidates: list[tuple[int, ...]]) -> list[dict]:
+    """Return the candidates for one kernel with its seconds in a layer, the fastest first.
 
     error: of all results, against those of the table's tiles.
     """
     use_own_tiles()
     truth, found = layer(FUSED, problem), []
-    for tile in tiles:
+    for tile in candidates:
         use(kernel, tile)
         error = max(float((a.float() - b.float()).norm() / b.float().norm())
                     for a, b in zip(layer(FUSED, problem), truth, strict=True))

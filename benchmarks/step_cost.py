@@ -13,9 +13,10 @@ change is worth; a profile on the card replaces it.
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -31,7 +32,7 @@ from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.model import encoder
 from deberta_ds.model import linear_cross_entropy as chunked
-from deberta_ds.model.attention.geometry import GROUP_COLUMNS, make_band, padded
+from deberta_ds.model.attention.geometry import make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.kernels import attention, kernel_table
 from deberta_ds.objectives.build import build_model, objective_of
@@ -46,22 +47,25 @@ OPTIMIZER_BYTES = 74  # a parameter, of a ZeRO-1 step in bf16 on one GPU
 ATTENTION_DROPOUT = 0.1
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
         "_unsafe_view", "lift_fresh", "resize_"}
-# (instructions of the loop, warps, pairs of a tile) of sm_90's tiles at head size 64 before an H100
-# chose others (docs/evidence/performance.md, "On a GPU": twice as slow as estimated), compiled by
-# Triton 3.7.1; tests/workers/fused_compile.py shows how to get the machine code. "key" is of rows
-# within the band; "far" are pairs beyond it. Forward tiles take no mask.
+# (instructions of the loop, warps, pairs of a tile) of sm_90's tiles at head size 64, compiled by
+# Triton 3.7.1 (tests/workers/fused_compile.py 90 --sizes 64). "key" is of rows within the band;
+# "far" are pairs beyond it. Bias, rows and table take rows by residue, which meet more distances.
 LOOPS = {
-    "forward": (712, 8, 128 * 64),
-    "far forward": (558, 8, 128 * 64),
-    "key": (753, 8, 32 * 128),
-    "key of long rows": (426, 8, 16 * 128),
-    "far query": (746, 8, 128 * 64),
-    "far key": (334, 8, 16 * 128),
-    "gathered query": (621, 8, 128 * 32),
-    "bias": (490, 4, 64 * 64),
-    "content": (348, 4, 64 * 64),
-    "rows": (288, 4, 64 * 64),
-    "table": (422, 4, 64 * 64),
+    "forward": (427, 4, 64 * 32),
+    "far forward": (417, 4, 64 * 32),
+    "sums": (91, 4, 64 * 32),
+    "key": (773, 8, 64 * 128),
+    "key of long rows": (453, 4, 32 * 64),
+    "far query": (420, 4, 64 * 32),
+    "far key": (508, 4, 32 * 64),
+    "gathered forward": (509, 4, 64 * 32),
+    "columns": (383, 4, 64 * 64),
+    "skew": (70, 4, 16 * 64),
+    "spread": (409, 4, 64 * 64),
+    "bias": (172, 4, 64 * 64),
+    "content": (157, 4, 64 * 64),
+    "rows": (147, 4, 64 * 64),
+    "table": (146, 4, 32 * 64),
     "dropped pairs": (1344, 4, 64 * 512),
 }
 # Instructions an element of kernels between products, by Triton 3.6 (tests/workers/
@@ -119,7 +123,7 @@ class Count(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         inputs, outputs = _tensors((args, kwargs or {})), _tensors(out)
-        if name.startswith("fused_attention"):
+        if name.startswith(("fused_attention", "gathered_bias")):
             self.attention.append((name, args))
         elif function.namespace == "deberta_ds":
             moved, flops = sum(map(_held_bytes, inputs + outputs)), _kernel_flops(name, args, out)
@@ -181,13 +185,17 @@ def count_step(run: RunConfig) -> Count:
         count.part = part
         return context
 
+    def gathered_term(*tensors, segments, **options):
+        return attention.gathered_term(*tensors, geometry=options["geometry"], segments_BL=segments,
+                                       query_positions_BQ=options["query_positions_BQ"])
+
     def pick(idea, _request, mode="auto"):  # as on a card where every check passes
         kernel = next(one for one in kernel_table.KERNELS if one.idea == idea
                       and mode in ("auto", one.name))
         return kernel_table.Choice(kernel, "")
 
     chunk_for = chunked._chunk_for
-    stand_ins = ((encoder, "attend", attend),
+    stand_ins = ((encoder, "attend", attend), (encoder, "gathered_term", gathered_term),
                  (kernel_table, "pick", pick),
                  (chunked, "_sample", activations._first_ids),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
@@ -234,45 +242,69 @@ def _mark(module, part: str, count: Count) -> None:
 
 def attention_kernels(name: str, args, card: Card) -> dict[str, float]:
     """Return the time of each kernel of one fused operator, by instructions issued."""
+    if name.startswith("gathered_bias"):
+        return _columns_kernels(name, args, card)
     forward = name == "fused_attention"
     q, k, *numbers = args if forward else args[2:]
-    reach, gathered, keep = numbers[6], *numbers[9:11]
-    batch, heads, queries, size = q.shape
-    keys = k.shape[2]
+    gathered, (reach, *_, keep) = numbers[3] is not None, numbers[7:11]
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
     band = make_band(reach, keys)
-    width, radius = band.width(keys), band.radius(keys)
-    pairs = batch * heads * queries * keys
-    near = batch * heads * queries * min(width, keys)
-    def products(rows):  # a block of 64 rows meets its columns and 63 distances more
-        return batch * heads * padded(rows) * (min(width, keys) + 63)
-
-    def seconds(kernel, pairs, biases=0):  # biases: how many of all pairs it moves
-        instructions, warps, tile = LOOPS[kernel]
-        moving = biases * 2 * near / (card.bandwidth * MEMORY_SHARE)
-        return max(card.issuing(pairs / tile * instructions * warps), moving, LEAST_SECONDS)
-
-    found = {}
-    if forward or not keep:
-        found["bias_kernel"] = seconds("bias", products(queries), 1) + seconds(
-            "bias", products(keys), 1)
+    width, far = keys if gathered else min(band.width(keys), keys), band.far and not gathered
+    pairs, near = (batch * heads * queries * columns for columns in (keys, width))
+    seconds = partial(_loop_seconds, card=card, near=near)
+    found: Counter[str] = Counter()
+    if not gathered and (forward or not keep):
+        found["bias_kernel"] = 2 * seconds("bias", _by_residue(q, width), 1)
+    if forward or not (keep or gathered):
         found["dropped_kernel"] = seconds("dropped pairs", pairs)
     if forward:
-        return found | {"forward_kernel": seconds("forward", near, 3 if keep else 2)
-                        + (seconds("far forward", pairs - near) if band.far else 0)}
-    table = min(2 * radius, keys + queries + GROUP_COLUMNS)
-    found["table_gradient_kernel"] = 2 * seconds(
-        "table", batch * heads * table * min(queries, keys) * 0.6, 1)
-    rows = seconds("rows", products(queries), 1) + seconds("rows", products(keys), 1)
+        kernel = "gathered forward" if gathered else "forward"
+        found["forward_kernel"] = seconds(kernel, near, 3 if keep or gathered else 2)
+        found["forward_kernel"] += seconds("far forward", pairs - near) if far else 0
+        return found
+    if not (keep or gathered):
+        found["forward_kernel"] = seconds("sums", near, 3)
+    found["content_kernel"] = seconds("content", near, 1)
+    found["key_kernel"] = seconds("key of long rows" if far else "key", near, 2 if gathered else 3)
+    found["row_dot_kernel"] = 4 * q.numel() / (card.bandwidth * MEMORY_SHARE)
     if gathered:
-        return found | {"row_gradient_kernel": rows, "key_kernel": seconds("key", pairs, 3),
-                        "query_kernel": seconds("gathered query", pairs, 3)}
-    found["row_gradient_kernel"] = rows + seconds("content", near)
-    found["key_kernel"] = seconds("key of long rows" if band.far else "key", near, 4 - keep)
-    if band.far:
+        found["skew_kernel"] = seconds("skew", pairs * 2 * band.radius(keys) / keys, 3)
+        return found
+    found["row_gradient_kernel"] = 2 * seconds("rows", _by_residue(q, width), 1)
+    found["table_gradient_kernel"] = 2 * seconds("table", _by_residue(q, width), 1)
+    if far:
         found["key_kernel"] += seconds("far key", pairs - near)
-        return found | {"query_kernel": seconds("far query", pairs - near)}
-    moved = 4 * batch * heads * queries * size
-    return found | {"row_dot_kernel": moved / (card.bandwidth * MEMORY_SHARE)}
+        found["query_kernel"] = seconds("far query", pairs - near)
+    return found
+
+
+def _columns_kernels(name: str, args, card: Card) -> dict[str, float]:
+    """Return the times of the operators of a decoder's position-to-content term."""
+    k, *_ = args[name == "gathered_bias_backward":]
+    facts = args[2 + (name == "gathered_bias_backward")]
+    batch, heads, keys, _ = k.shape
+    width = min(make_band(args[-1 - (name == "gathered_bias")], keys).width(keys), keys)
+    seconds = partial(_loop_seconds, card=card, near=batch * heads * keys * width)
+    pairs = batch * heads * keys * padded(facts.shape[2])
+    if name == "gathered_bias":
+        return {"bias_kernel": seconds("bias", _by_residue(k, width), 1),
+                "columns_kernel": seconds("columns", pairs, 1)}
+    return {"spread_kernel": seconds("spread", pairs * width / 64, 1),
+            "row_gradient_kernel": seconds("rows", _by_residue(k, width), 1),
+            "table_gradient_kernel": seconds("table", _by_residue(k, width), 1)}
+
+
+def _by_residue(x: Tensor, width: int) -> int:
+    """Return the pairs that products by residue compute: 64 rows span up to 512."""
+    batch, heads, rows, _ = x.shape
+    return batch * heads * padded(rows) * (width + min(padded(rows), 512))
+
+
+def _loop_seconds(kernel: str, pairs: float, biases: int = 0, *, card: Card, near: float) -> float:
+    """Return a kernel's time; biases: how many matrices of `near` elements it moves."""
+    instructions, warps, tile = LOOPS[kernel]
+    moving = biases * 2 * near / (card.bandwidth * MEMORY_SHARE)
+    return max(card.issuing(pairs / tile * instructions * warps), moving, LEAST_SECONDS)
 
 
 def summarize(run: RunConfig, count: Count, card: Card) -> dict:
@@ -283,9 +315,10 @@ def summarize(run: RunConfig, count: Count, card: Card) -> dict:
         for place, value in enumerate((1, cost.bytes, cost.flops, cost.seconds(card))):
             parts[label][place] += value
     for name, args in count.attention:
+        kernels = attention_kernels(name, args, card)
         row = parts["attention kernels" + (" backward" if name.endswith("backward") else "")]
-        row[0] += 5 if name == "fused_attention" else 11
-        row[3] += sum(attention_kernels(name, args, card).values())
+        row[0] += len(kernels)
+        row[3] += sum(kernels.values())
     moved = OPTIMIZER_BYTES * count_parameters(on_meta(build_model, run))
     parts["optimizer"] = [0, moved, 0, moved / (card.bandwidth * MEMORY_SHARE)]
     names = ("kernels", "bytes", "flops", "seconds")

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model import fused_projections
-from deberta_ds.model.attention import Geometry, attend, attend_cls
+from deberta_ds.model.attention import Geometry, attend, attend_cls, gathered_term
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm, pass_keys
 from deberta_ds.model.embeddings import InputBlock
 from deberta_ds.model.kernels import kernel_table
@@ -126,6 +126,16 @@ class Attention(nn.Module):
                 mode=self.config.attention, keep_terms=self.config.keep_position_terms)
         return self.output(context_BQHD.flatten(2))
 
+    def share_gathered(self, keys_values: tuple[Tensor | None, ...], segments_BL: Tensor,
+                       columns_BQ: Tensor) -> tuple[Tensor | None, ...]:
+        """Return keys_values with what several `forward` with these columns have in common."""
+        keys, values, position_key, position_query = keys_values
+        if position_query is not None:
+            position_query = gathered_term(
+                keys, position_key, position_query, geometry=self.geometry, segments=segments_BL,
+                query_positions_BQ=columns_BQ, mode=self.config.attention)
+        return keys, values, position_key, position_query
+
     def _heads(self, hidden_BLC: Tensor) -> Tensor:
         return hidden_BLC.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
 
@@ -180,6 +190,7 @@ class Layer(nn.Module):
             queries_BHQD = attention.project_queries(hidden_BLC[:, :1])
             return self._block(residual_BLC[:, :1], queries_BHQD, keys_values, segments_BL,
                                of_blocks)
+        keys_values = attention.share_gathered(keys_values, segments_BL, decoder.columns_BM)
         states_BMC = decoder.position_vectors_BMC + gather_columns(hidden_BLC, decoder.columns_BM)
         for first in (0, _BLOCK_KEYS):
             queries_BHMD = attention.project_queries(states_BMC)

@@ -23,7 +23,7 @@ from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.model import encoder, linear_cross_entropy
 from deberta_ds.model.attention.dropout import WORD_KEYS
-from deberta_ds.model.attention.geometry import make_band, padded
+from deberta_ds.model.attention.geometry import Band, make_band, padded
 from deberta_ds.model.dropout import DropoutMask
 from deberta_ds.objectives.build import build_model
 
@@ -53,6 +53,7 @@ def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
             stack.enter_context(patch.object(linear_cross_entropy, "_chunk_for",
                                              lambda rows, _device: chunk_for(rows, "cuda")))
             stack.enter_context(patch.object(encoder, "attend", _fused_attend))
+            stack.enter_context(patch.object(encoder, "gathered_term", _own_term))
         stack.enter_context(patch.object(linear_cross_entropy, "_sample", _first_ids))
         stack.enter_context(patch.object(DropoutMask, "apply", _dropped))
         stack.enter_context(FakeTensorMode())
@@ -135,8 +136,8 @@ class _LiveBytes(TorchDispatchMode):
 class _FusedAttention(torch.autograd.Function):
     """What the fused kernels keep between forward and backward, without the arithmetic.
 
-    Also their temporary memory: both bias matrices and the words of dropped pairs, in backward also
-    the gradients of these matrices, and the score gradients of gathered queries.
+    Also their temporary memory: both bias matrices (their sum takes the place of one) and the words
+    of dropped pairs, in backward also the score gradients by query and by key.
     """
 
     @staticmethod
@@ -144,10 +145,10 @@ class _FusedAttention(torch.autograd.Function):
                 dropout):
         context_BQHD = torch.empty_like(q_BHQD.transpose(1, 2).contiguous())
         lse_BHQ = torch.empty(q_BHQD.shape[:3], dtype=torch.float32)
-        ctx.band, ctx.keep, ctx.gathered = band, keep and not gathered, gathered
-        ctx.dropout = dropout
+        ctx.dropout, ctx.shape = dropout, _matrix(q_BHQD, k_BHLD, band, gathered)
         ctx.terms = (pos_key_HSD is not None, pos_query_HSD is not None)
-        biases = _bias_matrices(q_BHQD, k_BHLD, ctx.terms, band.width(k_BHLD.shape[2]))
+        ctx.keep, ctx.twice = keep or gathered, pos_query_HSD is not None and not gathered
+        biases = _bias_matrices(q_BHQD, ctx.shape, 1 + (ctx.terms != (False, True)))
         words = _dropped_words(q_BHQD, k_BHLD, dropout)
         ctx.save_for_backward(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, context_BQHD,
                               lse_BHQ, *([*biases[:1], *words] if ctx.keep else ()))
@@ -157,23 +158,23 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx, grad_BQHD):
         inputs = ctx.saved_tensors[:5]
         q_BHQD, k_BHLD = inputs[0], inputs[1]
-        queries, keys = q_BHQD.shape[2], k_BHLD.shape[2]
         held = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
         if not ctx.keep:
-            held += _bias_matrices(q_BHQD, k_BHLD, ctx.terms, ctx.band.width(keys))
+            held += _bias_matrices(q_BHQD, ctx.shape, 1 + (ctx.terms != (False, True)))
             held += _dropped_words(q_BHQD, k_BHLD, ctx.dropout)
-        wanted = (ctx.terms[0] or not ctx.gathered, ctx.terms[1])
-        held += _bias_matrices(q_BHQD, k_BHLD, wanted, 2 * ctx.band.radius(keys))
-        if ctx.gathered and ctx.terms[1]:
-            held.append(k_BHLD.new_empty(*k_BHLD.shape[:3], queries))
+        held += _bias_matrices(q_BHQD, ctx.shape, 1 + ctx.twice)
         return *held[:5], None, None, None, None
 
 
-def _bias_matrices(q_BHQD: Tensor, k_BHLD: Tensor, terms: tuple[bool, bool], columns: int
-                   ) -> list[Tensor]:
-    """Return a bias matrix with `columns` columns for each position term in use."""
-    return [x.new_empty(*x.shape[:2], padded(x.shape[2]), columns)
-            for x, wanted in zip((q_BHQD, k_BHLD), terms, strict=True) if wanted]
+def _matrix(q_BHQD: Tensor, k_BHLD: Tensor, band: Band, gathered: bool) -> tuple[int, ...]:
+    """Return the shape of a bias matrix."""
+    keys = k_BHLD.shape[2]
+    width = padded(keys) if gathered else band.width(keys)
+    return *q_BHQD.shape[:2], padded(q_BHQD.shape[2]), width
+
+
+def _bias_matrices(q_BHQD: Tensor, shape: tuple[int, ...], count: int) -> list[Tensor]:
+    return [q_BHQD.new_empty(shape) for _ in range(count)]
 
 
 def _dropped_words(q_BHQD: Tensor, k_BHLD: Tensor, dropout: float) -> list[Tensor]:
@@ -186,3 +187,8 @@ def _fused_attend(*tensors, geometry, keep_terms, dropout=0.0, query_positions_B
     band = make_band(geometry.reach, tensors[1].shape[2])
     return _FusedAttention.apply(*tensors, band, keep_terms, query_positions_BQ is not None,
                                  dropout)
+
+
+def _own_term(_k_BHLD, _pos_key_HSD, pos_query_HSD: Tensor, **_options) -> Tensor:
+    """Return the table: `_FusedAttention` counts the matrix of each pass of the decoder."""
+    return pos_query_HSD

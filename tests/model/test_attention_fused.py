@@ -21,7 +21,7 @@ from deberta_ds.model.kernels import (  # noqa: E402
     fused_checks,
     kernel_table,
 )
-from deberta_ds.model.kernels.attention import _facts, _facts_once, ops  # noqa: E402
+from deberta_ds.model.kernels.attention import _facts, _facts_once, tiles  # noqa: E402
 
 WORKERS = Path(__file__).parents[1] / "workers"
 ROOT = Path(__file__).parents[2]
@@ -45,26 +45,29 @@ def check(lines: list[dict]) -> None:
 
 
 def test_interpreter_equals_the_reference():
-    lines = run_worker("fused_interpreter.py", timeout=300)
+    """With memory that nobody wrote filled with NaN: every element that is read has a writer."""
+    full = bool(os.environ.get("FULL_TABLE"))
+    lines = run_worker("fused_interpreter.py", *["--more"] * full, timeout=1200)
     check(lines)
-    assert len(lines) == 25
+    assert len(lines) == (27 if full else 15)
     assert [line["repeats"] for line in lines if "repeats" in line] == [True] * 3
 
 
 def test_interpreter_on_random_packings():
-    check(run_worker("fused_interpreter.py", "--random", "5", timeout=300))
+    count = "20" if os.environ.get("FULL_TABLE") else "3"
+    check(run_worker("fused_interpreter.py", "--random", count, timeout=1200))
 
 
 def test_large_scores_in_fp16_do_not_overflow_into_nan():
     """Finite as long as the scores are, and nowhere worse than Hugging Face's fp16.
 
-    Each term of the bias is rounded; a sum that is kept for the backward pass, once more.
+    Each term of the bias is rounded, and their sum once more.
     """
     *lines, largest = run_worker("large_scores.py", timeout=120)
     for line in lines:
         print(line)
-        for name, share in (("ours", 0.7), ("kept", 0.85)):
-            assert all(a < share * b for a, b in zip(line[name], line["theirs"], strict=True))
+        for name in ("ours", "kept"):
+            assert all(a < 0.85 * b for a, b in zip(line[name], line["theirs"], strict=True))
     for name in ("ours", "kept"):
         context, *gradients = largest[name]  # its softmax is one-hot: the gradients vanish
         assert context < 1e-2 and all(error < 10 for error in gradients)  # NaN is in no range
@@ -100,8 +103,9 @@ def test_every_tile_is_in_the_table():
     for capability in ((8, 0), (9, 0), (10, 0)):
         for size in (16, 32, 64, kernel_table.LARGEST_HEAD):
             for length in (512, 8192):
-                for direction, gathered in product(("forward", "query", "key"), (False, True)):
-                    tile = ops.choose_tile(capability, size, length, direction, gathered)
+                kinds = [*product(("forward", "key"), (False, True)), ("query", False)]
+                for direction, gathered in kinds:
+                    tile = tiles.choose_tile(capability, size, length, direction, gathered)
                     assert tile.block_m >= 16 and tile.block_n >= 16 and tile.warps in (4, 8)
 
 

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deberta_ds.model.attention.geometry import Geometry, make_band
-from deberta_ds.model.kernels.attention import backward, forward, ops, position_bias
+from deberta_ds.model.kernels.attention import backward, forward, gathered, position_bias, tiles
 
 REACH = Geometry(512, 256).reach  # of every released v2 and v3 model
 
@@ -33,8 +33,11 @@ FLASH = {
 PRODUCTS = {
     "bias": position_bias.bias_kernel,
     "rows": position_bias.row_gradient_kernel,
+    "content": backward.content_kernel,
     "table": position_bias.table_gradient_kernel,
-    "spread": position_bias.spread_kernel,
+    "columns": gathered.columns_kernel,
+    "skew": gathered.skew_kernel,
+    "spread": gathered.spread_kernel,
 }
 KERNELS = FLASH | PRODUCTS
 FLOAT_POINTERS = {"LSE", "ROW_DOT", "C2P_EDGES", "P2C_EDGES", "D_C2P_EDGES", "D_P2C_EDGES"}
@@ -44,7 +47,15 @@ FLOATS = {"scale", "keep_scale"}
 # bytes of shared memory that a block may have
 LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10,
           103: 227 << 10, 120: 99 << 10}
-FEW_SPILLS = {("key", 64, 90): 64}  # an H100 ran tiles with 30 and 62 loads and stores fastest
+FEW_SPILLS: dict = {}
+# of the first loop of a kernel with heads of 64, in short and in long sequences
+LOOP_LIMITS = {
+    ("forward", 64, 90): {"instructions": 440, "barriers": 6},
+    ("key", 64, 90): {"instructions": 780, "barriers": 6, "waits": 5},
+    ("bias", 64, 90): {"instructions": 190},
+    ("rows", 64, 90): {"instructions": 160},
+    ("table", 64, 90): {"instructions": 150},
+}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -53,27 +64,29 @@ def is_far(length: int) -> bool:
 
 
 def compile_kernel(name: str, architecture: int, size: int, length: int, gathered: bool,
-                   summed: bool):
-    """Return (tile, compiled kernel) for bf16, both terms, dropout on.
+                   keep: bool, dtype: str = "bf16"):
+    """Return (tile, compiled kernel) for both terms, dropout on.
 
-    summed: keep the sum of both terms, which is never done for gathered queries.
+    keep: the forward kernel keeps the sum of both terms, as it always does of gathered queries.
     """
     capability, far = (architecture // 10, architecture % 10), is_far(length)
     if name in FLASH:
-        tile = ops.choose_tile(capability, size, length, name, gathered, far)
+        tile = tiles.choose_tile(capability, size, length, name, gathered, far)
+    elif name in tiles.COLUMN_TILES:
+        tile = tiles.COLUMN_TILES[name]
     else:
-        tile = ops.choose_product_tile(capability, size, name)
-    constants = dict(HAS_C2P=True, HAS_P2C=True, DROPOUT=True, PRECISION="tf32")
-    constants |= dict(GATHERED=gathered, FAR=far, D=size, CHUNK=512)
-    constants |= dict(WHOLE=not gathered, SUMMED=summed, CONTENT=not gathered, TERM=True)
+        tile = tiles.choose_product_tile(capability, size, name)
+    constants = dict(HAS_C2P=True, HAS_P2C=name == "forward" or not gathered, HAS_BIAS=True)
+    constants |= dict(KEEP=keep or gathered, ONLY_SUMS=False, DROPOUT=True, PRECISION="tf32")
+    constants |= dict(GATHERED=gathered, FAR=far and not (gathered and name in FLASH), D=size)
     constants |= dict(BM=tile.block_m, BN=tile.block_n, BR=tile.block_m, BC=tile.block_n)
     signature, attributes, used = {}, {}, {}
     for place, parameter in enumerate(inspect.signature(KERNELS[name].fn).parameters):
-        kind = _kind(parameter, constants)
+        kind = _kind(parameter, constants).replace("bf16", dtype)
         signature[parameter] = kind
         if kind == "constexpr":
             used[parameter] = constants[parameter]
-        elif kind.startswith("*") or re.fullmatch("[qkvxo]_[bhn]", parameter):
+        elif kind.startswith("*") or re.fullmatch("[qkvx]_[bhn]", parameter):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=used, attrs=attributes)
     target = GPUTarget("cuda", architecture, 32)
@@ -110,7 +123,29 @@ def inspect_machine_code(cubin: bytes) -> dict:
                 "vector_stores": r"STG\.E\.128", "exponentials": r"MUFU\.EX2",
                 "instructions": r"^\s+/\*[0-9a-f]{4,}\*/"}
     counts = {name: len(re.findall(p, code, re.MULTILINE)) for name, p in patterns.items()}
-    return {"registers": registers, "stack": stack, **counts}
+    return {"registers": registers, "stack": stack, **counts, "loops": _loops(code)}
+
+
+def _loops(code: str) -> list[dict]:
+    """Return the loops with matmuls, innermost first: instructions, barriers and waits for HGMMA.
+
+    Waits are few where the products of a tile run while others are prepared, and not one by one.
+    """
+    instructions, labels, found = [], {}, []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        if instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            instructions.append(instruction[1])
+            back = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])
+            if back and labels.get(back[1], len(instructions)) < len(instructions):
+                body = "\n".join(instructions[labels[back[1]]:])
+                if re.search("HGMMA|HMMA|UTCHMMA", body):
+                    found.append({"instructions": body.count("\n") + 1,
+                                  "barriers": len(re.findall(r"BAR\.", body)),
+                                  "waits": len(re.findall(r"WARPGROUP\.DEPBAR", body)),
+                                  "two_byte": len(re.findall(r"(?:LDG|STG)\.E\.U16", body))})
+    return found
 
 
 def _run(tool: str, *arguments: str) -> str:
@@ -130,10 +165,16 @@ def overruns(line: dict, architecture: int) -> list[str]:
 def faults(line: dict, architecture: int) -> list[str]:
     """Return what is wrong with a kernel."""
     found = overruns(line, architecture)
-    if not line["hgmma" if architecture == 90 else "tensor_core"]:
+    products = line["kernel"] not in tiles.COLUMN_TILES
+    if products and not line["hgmma" if architecture == 90 else "tensor_core"]:
         found.append("no product on the tensor cores")
-    if line["two_byte_loads"] and line["kernel"] in FLASH and not line["gathered"]:
-        found.append("two-byte loads in a flash kernel")
+    if any(loop["two_byte"] for loop in line["loops"]) and not line["gathered"]:
+        found.append("two-byte accesses in a loop")
+    gathered = line["gathered"] and line["kernel"] == "forward"  # read element by element
+    shape = (line["kernel"], line["size"], architecture)
+    limits = {} if gathered else LOOP_LIMITS.get(shape, {})
+    found += [f"over {limit} {what} in its loop" for what, limit in limits.items()
+              if line["loops"][0][what] > limit]
     return found
 
 
@@ -145,18 +186,19 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--gathered", action="store_true", help="queries at explicit columns")
     parser.add_argument("--recomputed", action="store_true", help="terms that are not kept")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     options = parser.parse_args()
     right = True
     for size in options.sizes:
         for length in options.lengths:
             for name in options.kernels:
-                if name == "query" and not is_far(length) and not options.gathered:
+                if name == "query" and (options.gathered or not is_far(length)):
                     continue  # never asked for: five products do without it
-                summed = not (options.gathered or options.recomputed)
-                shape = (options.architecture, size, length, options.gathered, summed)
+                keep = not options.recomputed
+                shape = (options.architecture, size, length, options.gathered, keep, options.dtype)
                 tile, compiled = compile_kernel(name, *shape)
                 line = {"kernel": name, "size": size, "length": length, "tile": list(tile)}
-                line |= {"gathered": options.gathered, "kept": summed}
+                line |= {"gathered": options.gathered, "kept": keep, "dtype": options.dtype}
                 line["shared"] = compiled.metadata.shared
                 line |= inspect_machine_code(compiled.asm["cubin"])
                 line["faults"] = faults(line, options.architecture)

@@ -1,13 +1,18 @@
 """Make Triton's interpreter right in bf16, whose values it keeps as raw 16-bit words.
 
 As it comes (Triton 3.6 and 3.9) it multiplies the words themselves in `tl.dot`, truncates where the
-hardware rounds to nearest even, and converts integers to words.
+hardware rounds to nearest even, converts integers to words, and has no constants.
 """
 
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import (
+    InterpreterBuilder,
+    InterpreterOptions,
+    TensorHandle,
+    interpreter_builder,
+)
 
 
 def patch() -> None:
@@ -29,8 +34,12 @@ def patch() -> None:
         is_bf16 = a.dtype.scalar == tl.bfloat16
         return TensorHandle(_rounded(total.data), tl.bfloat16) if is_bf16 else total
 
+    # Half of the time would go to checks of integers.
+    interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = right_dot, right_cast
     InterpreterBuilder.create_fadd = right_sum
+    InterpreterBuilder.get_bf16 = lambda self, value: TensorHandle(
+        _rounded(np.array([value], np.float32)), tl.bfloat16)
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:

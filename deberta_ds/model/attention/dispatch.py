@@ -4,6 +4,7 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the r
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def attend(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
       query that sees no key gives 0.
     query_positions_BQ: row columns of the queries; None means Q == L, query i at column i. The
       relative distance is query column minus key column.
-    pos_key_HSD, pos_query_HSD: projected relative tables, or None to leave that term out.
+    pos_key_HSD, pos_query_HSD: projected relative tables, or None to leave that term out;
+      pos_query_HSD may be what `gathered_term` returned.
     dropout, seed: pairs to drop are a function of `seed` alone, int64 [1] on the device, so a
       recomputation under activation checkpointing sees the same mask. Required if `dropout` > 0.
     mode: "auto" or one implementation by name. Raises UserError for one that cannot run here.
@@ -40,19 +42,42 @@ def attend(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
         raise ValueError("attention dropout needs a seed")
     if query_positions_BQ is None and q_BHQD.shape[2] != k_BHLD.shape[2]:
         raise ValueError("fewer queries than keys need query_positions_BQ")
-    (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
-    # Bias matrices and the score gradients of gathered queries are indexed with 32 bits.
-    elements = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(q_BHQD.shape[2]))
-    too_large = batch * heads > kernel_table.MOST_PROGRAMS or elements >= kernel_table.MOST_ELEMENTS
     assert q_BHQD.dtype == k_BHLD.dtype == v_BHLD.dtype
-    name, run = kernel_table.find(
-        "attention", mode, q_BHQD.device, q_BHQD.dtype, size, None,
-        keys > kernel_table.LONGEST_SHORT or band.far,
-        (pos_key_HSD is not None, pos_query_HSD is not None), _TOO_LARGE if too_large else "")
+    name, run = _find(k_BHLD, q_BHQD.shape[2], pos_key_HSD, pos_query_HSD, geometry, mode)
     kept = {"keep_terms": keep_terms} if name == "fused" else {}
     return run(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, geometry=geometry,
                segments_BL=segments, query_positions_BQ=query_positions_BQ, dropout=dropout,
                seed=seed, **kept)
+
+
+def gathered_term(k_BHLD: Tensor, pos_key_HSD: Tensor | None, pos_query_HSD: Tensor, *,
+                  geometry: Geometry, segments: Tensor, query_positions_BQ: Tensor,
+                  mode: str = "auto") -> Tensor:
+    """Return what calls of `attend` with these keys and query positions take as pos_query_HSD.
+
+    "fused" computes the term for all of them; the others take the table itself.
+    """
+    queries = query_positions_BQ.shape[1]
+    name, _ = _find(k_BHLD, queries, pos_key_HSD, pos_query_HSD, geometry, mode)
+    if name != "fused":
+        return pos_query_HSD
+    from deberta_ds.model.kernels import attention
+
+    return attention.gathered_term(
+        k_BHLD, pos_key_HSD, pos_query_HSD, geometry=geometry, segments_BL=segments,
+        query_positions_BQ=query_positions_BQ)
+
+
+def _find(k_BHLD: Tensor, queries: int, pos_key_HSD: Tensor | None, pos_query_HSD: Tensor | None,
+          geometry: Geometry, mode: str) -> tuple[str, Any]:
+    (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
+    # Bias matrices and the score gradients of gathered queries are indexed with 32 bits.
+    elements = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(queries))
+    too_large = batch * heads > kernel_table.MOST_PROGRAMS or elements >= kernel_table.MOST_ELEMENTS
+    return kernel_table.find(
+        "attention", mode, k_BHLD.device, k_BHLD.dtype, size, None,
+        keys > kernel_table.LONGEST_SHORT or band.far,
+        (pos_key_HSD is not None, pos_query_HSD is not None), _TOO_LARGE if too_large else "")
 
 
 def attend_cls(q_BH1D: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,

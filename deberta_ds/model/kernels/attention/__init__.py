@@ -25,24 +25,44 @@ def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
                keep_terms: bool = False) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`.
 
+    pos_query_HSD: or, of gathered queries, what `gathered_term` returned.
     keep_terms: keep the sum of the position terms, and which pairs dropout drops, for backward
-      instead of computing them again; not of gathered queries.
+      instead of computing them again; those of gathered queries always stay.
     """
-    keys, dtype, device = k_BHLD.shape[2], q_BHQD.dtype, q_BHQD.device
+    keys, dtype, size = k_BHLD.shape[2], q_BHQD.dtype, q_BHQD.shape[-1]
     radius = make_band(geometry.reach, keys).radius(keys)
-    size = q_BHQD.shape[-1]
     scale = score_scale(size, pos_key_HSD, pos_query_HSD)
     facts = _facts_once(segments_BL, query_positions_BQ)
-    with torch.autocast(device.type, enabled=False):
-        pos_key_HSD, pos_query_HSD = _widened(pos_key_HSD), _widened(pos_query_HSD)
-        c2p_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
-        p2c_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
+    with torch.autocast(q_BHQD.device.type, enabled=False):
+        c2p_table = _expand(_widened(pos_key_HSD), geometry, radius, True, dtype)
         qkv = [_rows_contiguous(_widened(x.to(dtype))) for x in (q_BHQD, k_BHLD, v_BHLD)]
-        gathered = query_positions_BQ is not None
+        p2c_table = p2c = None
+        if pos_query_HSD is not None and pos_query_HSD.dim() == 4:
+            p2c = pos_query_HSD
+        else:
+            p2c_table = _expand(_widened(pos_query_HSD), geometry, radius, False, dtype)
+        if query_positions_BQ is not None and p2c is None:
+            p2c = ops.GatheredBias.apply(qkv[1], p2c_table, *facts, geometry.reach, scale)
+            p2c_table = None
         context_BQHD = ops.FusedAttention.apply(
-            *qkv, c2p_table, p2c_table, *facts, seed, geometry.reach, scale, float(dropout),
-            gathered, keep_terms and not gathered)
+            *qkv, c2p_table, p2c_table, p2c, *facts, seed, geometry.reach, scale, float(dropout),
+            keep_terms)
     return context_BQHD[..., :size]
+
+
+def gathered_term(k_BHLD: Tensor, pos_key_HSD: Tensor | None, pos_query_HSD: Tensor, *,
+                  geometry: Geometry, segments_BL: Tensor, query_positions_BQ: Tensor) -> Tensor:
+    """Return the position-to-content term of gathered queries, for several calls of `fused_path`
+    with the same keys.
+    """
+    keys = k_BHLD.shape[2]
+    radius = make_band(geometry.reach, keys).radius(keys)
+    scale = score_scale(k_BHLD.shape[-1], pos_key_HSD, pos_query_HSD)
+    facts = _facts_once(segments_BL, query_positions_BQ)
+    with torch.autocast(k_BHLD.device.type, enabled=False):
+        table = _expand(_widened(pos_query_HSD), geometry, radius, False, k_BHLD.dtype)
+        k_BHLD = _rows_contiguous(_widened(k_BHLD))
+        return ops.GatheredBias.apply(k_BHLD, table, *facts, geometry.reach, scale)
 
 
 def _widened(x: Tensor | None) -> Tensor | None:
@@ -132,15 +152,16 @@ def _aligned(facts_KBL: Tensor) -> Tensor:
 
 
 def _covers(columns: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each column, the range of the segments that enclose it; 0, 0 for none.
+    """Return, for each column, the range of the segments that enclose it; the column for none.
 
     For packed documents that is the column's own segment. A segment may have holes; segments that
-    overlap count as one.
+    overlap count as one. Ranges do not overlap: a row of tiles and a column of tiles that follow
+    them, in whole groups, have the same tiles.
     """
     reach = stops.cummax(1).values
     start, stop = _ranges(columns, columns >= F.pad(reach[:, :-1], (1, 0)))
     covered = reach > columns
-    return start * covered, stop * covered
+    return torch.where(covered, start, columns), torch.where(covered, stop, columns + 1)
 
 
 def _ranges(columns: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:

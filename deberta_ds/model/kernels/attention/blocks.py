@@ -119,7 +119,8 @@ def kept_pairs(WORDS, i, first, rows, KEYS: tl.constexpr, ROWS_ARE_KEYS: tl.cons
 
     WORDS, rows: see `words_of`.
     """
-    w, bit = first // WORD + tl.arange(0, KEYS // WORD), 1 << tl.arange(0, WORD)
+    w, bit = first // WORD + tl.arange(0, KEYS // WORD), tl.arange(0, WORD)
+    bit = 1 << (shuffled(bit) if ROWS_ARE_KEYS else bit)
     if ROWS_ARE_KEYS:
         word = tl.load(WORDS + ((w * rows)[:, None] + i[None, :]))
         dropped = tl.reshape(word[:, None, :] & bit[None, :, None], [KEYS, i.shape[0]])
@@ -152,61 +153,43 @@ def table_radius(SPAN, NK):
 
 
 @triton.jit
-def skewed_shape(rows, SPAN, NK):
-    """Return the columns of a bias's gradient, one for each table row, and its elements a head.
+def shuffled(m):
+    """Return where in memory the row or column m of a flash tile lies, within its block of 32.
 
-    It is stored by distance, not by column: element (r, y) lies at y - pos(r) + radius. So
-    dX = G @ T and dT = G^T @ X are plain GEMMs with aligned loads; the price is an unaligned store.
+    A thread holds the columns 8 n + 2 c + x of a product's rows, for one c and all n and x. In this
+    order eight of them are neighbors: whole vectors go from memory into registers and back, with no
+    exchange between threads. (The order is that of mma.sync and wgmma; others are only slower.)
     """
-    columns = 2 * table_radius(SPAN, NK)
-    return columns, ((rows + GROUP - 1) // GROUP * GROUP).to(tl.int64) * columns
+    return (m & -32) | ((m >> 1 & 3) << 3) | ((m >> 3 & 3) << 1) | (m & 1)
 
 
 @triton.jit
-def _c2p_tile(BIAS, i, j, base, end, width, GATHERED: tl.constexpr):
-    """Return the content-to-position terms of queries i and keys j, [i, j]."""
-    column = j[None, :]
-    if GATHERED:  # every query has its own band; beyond it the term is that of its edge
-        base = base[:, None]
-        column = tl.minimum(tl.maximum(column, base), end[:, None] - 1)
-    return tl.load(BIAS + (i[:, None] * width + (column - base)))
+def vector_places(width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHUFFLED: tl.constexpr):
+    """Return the elements [COLUMNS / 16, ROWS / 2, 32] of a tile of a matrix, for `from_vectors`.
 
-
-@triton.jit
-def _p2c_tile(BIAS, j, position, base, end, width, GATHERED: tl.constexpr):
-    """Return the position-to-content terms of keys j and queries at `position`, [j, i]."""
-    column = position[None, :]
-    if GATHERED:
-        column = tl.minimum(tl.maximum(column, base), end - 1)
-    return tl.load(BIAS + (j[:, None] * width + (column - base)))
-
-
-@triton.jit
-def near_bias(C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base_j, end_j, width,
-              HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, GATHERED: tl.constexpr,
-              ROWS_ARE_KEYS: tl.constexpr, ROUNDED: tl.constexpr):
-    """Return the sum of the terms that exist, [i, j] or [j, i]; each tile is loaded as stored.
-
-    ROUNDED: to the dtype of the terms, for a sum that is kept; otherwise a sum is fp32.
+    SHUFFLED: whether the tile's rows are, too.
     """
-    if HAS_C2P:
-        c2p = _c2p_tile(C2P_BIAS, i, j, base_i, end_i, width, GATHERED)
-        if ROWS_ARE_KEYS:
-            c2p = tl.trans(c2p)
-        bias = c2p
-    if HAS_P2C:
-        p2c = _p2c_tile(P2C_BIAS, j, position_i, base_j, end_j, width, GATHERED)
-        if not ROWS_ARE_KEYS:
-            p2c = tl.trans(p2c)
-        if HAS_C2P:
-            if not ROUNDED:
-                c2p = c2p.to(tl.float32)
-            bias = c2p + p2c
-        else:
-            bias = p2c
-    if not (HAS_C2P or HAS_P2C):
-        bias = 0.0
-    return bias
+    half, row = tl.arange(0, COLUMNS // 16), tl.arange(0, ROWS // 2)
+    row = (row // 8 * 16 + row % 8)[None, :] + (half % 2 * 8)[:, None]
+    if SHUFFLED:
+        row = shuffled(row)
+    return (row * width + (half // 2 * 32)[:, None])[:, :, None] + tl.arange(0, 32)[None, None, :]
+
+
+@triton.jit
+def from_vectors(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the tile [ROWS, COLUMNS] of vectors at `vector_places`, its columns `shuffled`."""
+    x = tl.reshape(x, [COLUMNS // 32, 2, ROWS // 16, 8, 4, 4, 2])
+    return tl.reshape(tl.permute(x, [2, 1, 3, 0, 5, 4, 6]), [ROWS, COLUMNS])
+
+
+@triton.jit
+def to_vectors(tile):
+    """Return a tile as `from_vectors` takes it."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1]
+    x = tl.reshape(tile, [ROWS // 16, 2, 8, COLUMNS // 32, 4, 4, 2])
+    return tl.reshape(tl.permute(x, [3, 1, 0, 2, 5, 4, 6]), [COLUMNS // 16, ROWS // 2, 32])
 
 
 @triton.jit
@@ -232,45 +215,3 @@ def far_bias(OWN_EDGES, OTHER_EDGES, is_low, own, own_count, other, other_count,
 def head_of(X, b, h, x_b, x_h):
     """Return the pointer to one head of one batch row."""
     return X + b.to(tl.int64) * x_b + h * x_h
-
-
-@triton.jit
-def biases_of(C2P_BIAS, P2C_BIAS, bh, NQ, NK, SPAN):
-    """Return both bias matrices of one head, and their width."""
-    width, elements = bias_shape(NQ, SPAN, NK)
-    C2P_BIAS += bh * elements
-    width, elements = bias_shape(NK, SPAN, NK)
-    P2C_BIAS += bh * elements
-    return C2P_BIAS, P2C_BIAS, width
-
-
-@triton.jit
-def skewed_gradient_of(D_BIAS, bh, rows, SPAN, NK):
-    """Return the pointer to (row 0, column 0) of one head of a bias gradient, and its row stride.
-
-    Assumes that row r is at column r; for gathered rows subtract pos(r) - r.
-    """
-    columns, elements = skewed_shape(rows, SPAN, NK)
-    return D_BIAS + (bh * elements + table_radius(SPAN, NK)), columns - 1
-
-
-@triton.jit
-def query_block(Q, SEGMENT, POSITION, START, STOP, b, q_n, i0, NQ, NK, SPAN,
-                GATHERED: tl.constexpr, BM: tl.constexpr, D: tl.constexpr):
-    """Return the data of queries [i0, i0 + BM), for forward and backward.
-
-    That is: their indices, which of them exist, vectors, segments, positions, the first band column
-    and the first one after the band, and the range of keys that any of them attends to.
-    """
-    i = i0 + tl.arange(0, BM)
-    in_rows = i < NQ
-    d = tl.arange(0, D)
-    q = tl.load(Q + i[:, None] * q_n + d[None, :], mask=in_rows[:, None], other=0.0)
-    segment = tl.load(SEGMENT + b * NQ + i, mask=in_rows, other=0)
-    position = i
-    base, end = band_edges(i0, SPAN, NK)
-    if GATHERED:
-        position = tl.load(POSITION + b * NQ + i, mask=in_rows, other=0)
-        base, end = band_edges(position, SPAN, NK)
-    first, last = column_range(START, STOP, b * NQ, i, NQ, NK)
-    return i, in_rows, q, segment, position, base, end, first, last

@@ -4,9 +4,6 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, C rows of an exp
 columns of a bias matrix.
 """
 
-import json
-from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,18 +12,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deberta_ds.model.attention.dropout import DIGITS, WORD_KEYS, drop_threshold
-from deberta_ds.model.attention.geometry import Band, make_band, padded
-from deberta_ds.model.kernels.attention import backward, blocks, forward, position_bias
+from deberta_ds.model.attention.geometry import GROUP_COLUMNS, Band, make_band, padded
+from deberta_ds.model.kernels.attention import (
+    backward,
+    blocks,
+    forward,
+    gathered,
+    position_bias,
+)
+from deberta_ds.model.kernels.attention.tiles import (
+    COLUMN_TILES,
+    Tile,
+    capability_of,
+    choose_product_tile,
+    choose_tile,
+)
 from deberta_ds.model.kernels.operators import on_device_of, operator
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
 # key_facts int32 [7,B,L]: segment, first and last + 1 query column of the segment; the same of all
 # segments that enclose the column, and of neighbors of one segment.
 
-TILES = Path(__file__).with_name("tiles.json")  # to refresh it: docs/explanation/attention.md
-_LONG_ROW = 1024
-_CHUNK_ROWS = 512  # of a table's gradient that a program takes at once
+_SHORT_ROW = 256
 _DROPPED_ROWS, _DROPPED_WORDS, _ROW_DOT_ROWS = 64, 16, 64  # of a program
+_RESIDUES = 8  # of rows, see `position_bias`
+LOG2_E = backward.LOG2_E.value
 _PROGRAMS = 1024  # wanted for a table's gradient: enough to fill any card
 
 
@@ -37,134 +47,157 @@ class FusedAttention(torch.autograd.Function):
     def forward(ctx, *inputs):
         with on_device_of(inputs[0]):
             results = attention_forward(*inputs)
-        ctx.save_for_backward(*results, *inputs[:8])
-        ctx.numbers = inputs[8:]
+        ctx.save_for_backward(*results, *inputs[:9])
+        ctx.numbers = inputs[9:]
         return results[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        *results, q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed = ctx.saved_tensors
-        tensors = (q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed)
+        *results, q, k, v, c2p_table, p2c_table, p2c, query_facts, key_facts, seed = \
+            ctx.saved_tensors
+        given = (c2p_table, p2c_table, p2c)
         with on_device_of(q):
-            found = attention_backward(grad, results, *tensors, *ctx.numbers)
-        tables = (c2p_table, p2c_table)
-        d_tables = [None if t is None else g for t, g in zip(tables, found[3:], strict=True)]
-        return *found[:3], *d_tables, *[None] * 8
+            found = attention_backward(
+                grad, results, q, k, v, *given, query_facts, key_facts, seed, *ctx.numbers)
+        rest = [None if t is None else g for t, g in zip(given, found[3:], strict=True)]
+        return *found[:3], *rest, *[None] * 7
 
 
-def _fake_forward(q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed, reach, _scale,
-                  dropout, _gathered, keep):
-    results, band, tables = _empty_results(q), make_band(reach, k.shape[2]), (c2p_table, p2c_table)
-    if keep:
-        made = [_empty_term(x, t, k.shape[2], band) for x, t in zip((q, k), tables, strict=True)]
-        results[2:] = [*_kept(made, keep, *tables), _empty_words(q, k.shape[2], dropout)]
+def _fake_forward(q, k, v, c2p_table, p2c_table, p2c, query_facts, key_facts, seed, reach, _scale,
+                  dropout, keep):
+    results, band, gathered = _empty_results(q), make_band(reach, k.shape[2]), p2c is not None
+    if keep or gathered:
+        kinds = zip((q, k), _has(c2p_table, p2c_table, p2c), strict=True)
+        edges = [_empty_edges(x, band, one and not gathered) for x, one in kinds]
+        sums = _empty_sums(q, k, band, gathered)
+        results[2:] = [sums, *edges, _empty_words(q, k.shape[2], dropout)]
     return results
 
 
 @operator("fused_attention", _fake_forward)
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
-                      p2c_table: Tensor | None, query_facts: Tensor, key_facts: Tensor,
-                      seed: Tensor | None, reach: int, scale: float, dropout: float,
-                      gathered: bool, keep: bool) -> list[Tensor]:
-    """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and what
-    backward keeps: the sum of the bias matrices (or the one there is, in its place), both edge
-    terms and the dropped pairs.
+                      p2c_table: Tensor | None, p2c: Tensor | None, query_facts: Tensor,
+                      key_facts: Tensor, seed: Tensor | None, reach: int, scale: float,
+                      dropout: float, keep: bool) -> list[Tensor]:
+    """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and what backward keeps:
+    the sum of the bias matrices by key, both edge terms and the dropped pairs.
 
-    c2p_table, p2c_table: expanded tables [C,H,D], contiguous. reach: distance from which the
-    relative table is constant. seed: int64 [1], of dropout. gathered: queries are at the columns in
-    query_facts, otherwise query i is at column i. keep: return what backward keeps; otherwise it is
-    empty, and backward recomputes it. Not with gathered queries, which may share elements of a bias
-    matrix.
+    c2p_table, p2c_table: expanded tables [C,H,D], contiguous. p2c: of gathered queries, at the
+    columns in query_facts: `gathered_bias` in place of p2c_table; otherwise query i is at column i.
+    seed: int64 [1], of dropout. reach: distance from which the relative table is constant. keep:
+    return what backward keeps, as gathered queries always do; otherwise it is empty, and backward
+    recomputes it.
     """
-    batch, heads, queries, _ = q.shape
-    keys, band, tables = k.shape[2], make_band(reach, k.shape[2]), (c2p_table, p2c_table)
-    results = _empty_results(q)
-    dropped = _dropped(q, keys, query_facts, seed, dropout)
-    terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
-    tile = _tile(q, k, "forward", gathered, band)
-    forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
-        q, k, v, *(x.bias for x in terms), *(x.edges for x in terms),
-        *results[:2], *query_facts, key_facts[0], *key_facts[5:],
-        dropped, *_numbers(q, k, v, band, scale, dropout), SUMMED=_summed(keep, *tables),
-        **_constants(q, *tables, dropout, band, gathered, tile))
-    return [*results[:2], *_kept(terms, keep, *tables), dropped] if keep else results
+    results, band = _empty_results(q), make_band(reach, k.shape[2])
+    dropped = _dropped(q, k.shape[2], query_facts, seed, dropout)
+    if p2c is None:
+        terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, scale)
+    else:
+        terms = _gathered_terms(q, c2p_table, p2c, scale)
+    sums = _sums(q, k, terms, band, p2c is not None) if keep or p2c is not None else results[2]
+    _forward(q, k, v, terms, sums, results, query_facts, key_facts, dropped, band, scale, dropout,
+             p2c is not None, sums.numel() > 0, False)
+    kept = [sums, terms[0].edges, terms[1].edges, dropped]
+    return [*results[:2], *kept] if sums.numel() else results
 
 
-def _summed(keep: bool, c2p_table: Tensor | None, p2c_table: Tensor | None) -> bool:
-    """Return whether the forward kernel leaves the sum of both terms in the first one's place."""
-    return keep and c2p_table is not None and p2c_table is not None
+def _forward(q, k, v, terms, sums, results, query_facts, key_facts, dropped, band, scale, dropout,
+             gathered: bool, keep: bool, only_sums: bool) -> None:
+    tile, far = _tile(q, k, "forward", gathered, band), band.far and not gathered
+    has = [term.bias.numel() > 0 for term in terms]
+    forward.forward_kernel[(triton.cdiv(q.shape[2], tile.block_m), q.shape[0] * q.shape[1])](
+        q, k, v, *(x.bias for x in terms), sums, *(x.edges for x in terms), *results[:2],
+        *query_facts, key_facts[0], *key_facts[3:], dropped,
+        *_numbers(q, k, v, band.span, scale * LOG2_E, dropout), KEEP=keep, ONLY_SUMS=only_sums,
+        GATHERED=gathered, **_constants(q, has, dropout, far, tile))
 
 
-def _kept(terms, keep, c2p_table, p2c_table) -> list[Tensor]:
-    c2p, p2c = terms
-    single = c2p.bias.new_empty(0) if _summed(keep, c2p_table, p2c_table) else p2c.bias
-    return [c2p.bias, single, c2p.edges, p2c.edges]
+def _has(c2p_table: Tensor | None, p2c_table: Tensor | None, p2c: Tensor | None = None
+         ) -> tuple[bool, bool]:
+    """Return which matrices there are: without terms one of zeros, which carries the masks."""
+    return (c2p_table is not None or (p2c_table is None and p2c is None),
+            p2c_table is not None or p2c is not None)
+
+
+def _sums(q: Tensor, k: Tensor, terms, band: Band, gathered: bool) -> Tensor:
+    """Return where the sum of both terms goes: over the second one, if nobody else reads that."""
+    in_place = terms[1].bias.numel() and not gathered
+    return terms[1].bias if in_place else _empty_sums(q, k, band, gathered)
+
+
+def _empty_sums(q: Tensor, k: Tensor, band: Band, gathered: bool) -> Tensor:
+    queries = padded(q.shape[2]) if gathered else band.width(k.shape[2])
+    return q.new_empty(*k.shape[:2], padded(k.shape[2]), queries)
 
 
 def _empty_results(q: Tensor) -> list[Tensor]:
-    """Return what `attention_forward` returns, not yet filled; without position_bias."""
+    """Return what `attention_forward` returns, not yet filled; without what backward keeps."""
     batch, heads, queries, size = q.shape
     single = dict(dtype=torch.float32)
     return [q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
-            q.new_empty(0), q.new_empty(0), q.new_empty(0, **single), q.new_empty(0, **single),
+            q.new_empty(0), q.new_empty(0, **single), q.new_empty(0, **single),
             q.new_empty(0, dtype=torch.int32)]
 
 
-def _fake_backward(grad, results, q, k, v, c2p_table, p2c_table, *_rest):
+def _fake_backward(grad, results, q, k, v, c2p_table, p2c_table, p2c, *_rest):
     rows = [x.transpose(1, 2) for x in _row_gradients(q, k, v)]
-    tables = (c2p_table, p2c_table)
-    return *rows, *(q.new_empty(0) if t is None else torch.empty_like(t) for t in tables)
+    given = (c2p_table, p2c_table, p2c)
+    return *rows, *(q.new_empty(0) if t is None else torch.empty_like(t) for t in given)
 
 
 @operator("fused_attention_backward", _fake_backward)
 def attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor, v: Tensor,
-                       c2p_table: Tensor | None, p2c_table: Tensor | None, query_facts: Tensor,
-                       key_facts: Tensor, seed: Tensor | None, reach: int, scale: float,
-                       dropout: float, gathered: bool, keep: bool
-                      ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, k, v (laid out [B,L,H,D], as views [B,H,L,D]) and of both tables."""
-    grad = grad.contiguous()
-    batch, heads, queries, size = q.shape
-    keys, band = k.shape[2], make_band(reach, k.shape[2])
-    whole = not gathered  # five matmuls per tile, see `backward`
-    out, lse, *kept, dropped = results
+                       c2p_table: Tensor | None, p2c_table: Tensor | None, p2c: Tensor | None,
+                       query_facts: Tensor, key_facts: Tensor, seed: Tensor | None, reach: int,
+                       scale: float, dropout: float, keep: bool
+                      ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return gradients of q, k, v (laid out [B,L,H,D], as views [B,H,L,D]), of both tables, and of
+    `p2c` as `gathered_bias_backward` takes it.
+    """
+    grad, gathered = grad.contiguous(), p2c is not None
+    (batch, heads, queries, size), keys, band = q.shape, k.shape[2], make_band(reach, k.shape[2])
+    out, lse, sums, *edges, dropped = results
     row_dot = torch.empty_like(lse)
     dq, dk, dv = _row_gradients(q, k, v)
-    if keep:
-        terms = [_Term(*kept[::2]), _Term(*kept[1::2])]
-    else:
-        terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
+    if not (keep or gathered):
+        terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, scale)
         dropped = _dropped(q, keys, query_facts, seed, dropout)
-    d_c2p = _empty_gradient(q, c2p_table is not None or whole, keys, band)
-    d_p2c = _empty_gradient(k, p2c_table is not None, keys, band)
-    written = d_p2c.bias
-    if gathered and p2c_table is not None:
-        written = q.new_empty(batch, heads, keys, queries)
-    shared = (q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), grad, lse, row_dot)
-    facts = (key_facts[0], dropped, *_numbers(q, k, v, band, scale, dropout))
-    settings = (q, c2p_table, p2c_table, dropout, band, gathered)
-    if whole and not band.far:
+        sums, edges = _sums(q, k, terms, band, False), [x.edges for x in terms]
+        _forward(q, k, v, terms, sums, (out, lse), query_facts, key_facts, dropped, band, scale,
+                 dropout, False, True, True)
+    far, has = band.far and not gathered, _has(c2p_table, p2c_table, p2c)
+    span = max(padded(queries), padded(keys)) // GROUP_COLUMNS if gathered else band.span
+    d_c2p = _Term(q.new_empty(batch, heads, padded(queries), padded(keys) if gathered else
+                              band.width(keys)), _empty_edges(q, band, not gathered))
+    d_p2c = _empty_term(k, p2c_table is not None, keys, band)
+    numbers = _numbers(q, k, v, span, scale, dropout)
+    if far:  # first: it also fills row_dot
+        tile = _tile(q, k, "query", False, band)
+        backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
+            q, k, v, *edges, grad, lse, row_dot, out, dq, d_c2p.edges, query_facts[0],
+            *query_facts[2:], key_facts[0], dropped, *numbers,
+            **_constants(q, has, dropout, None, tile))
+    else:
         backward.row_dot_kernel[(triton.cdiv(queries, _ROW_DOT_ROWS), batch * heads)](
             grad, out, row_dot, queries, heads, D=size, BM=_ROW_DOT_ROWS)
-    else:  # first: it also fills row_dot
-        tile = _tile(q, k, "query", gathered, band)
-        backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
-            *shared, out, dq, d_c2p.bias, d_c2p.edges, *query_facts, *facts,
-            **_constants(*settings, tile))
     tile = _tile(q, k, "key", gathered, band)
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
-        *shared, dk, dv, d_c2p.bias, written, d_p2c.edges, *query_facts[:2],
-        *key_facts[3:5] if whole else key_facts[1:3], *facts,
-        WHOLE=whole, SUMMED=_summed(keep, c2p_table, p2c_table), **_constants(*settings, tile))
+        q, k, v, sums, *edges, grad, lse, row_dot, dk, dv, d_c2p.bias, d_p2c.bias, d_p2c.edges,
+        query_facts[0], *key_facts[3:5], key_facts[0], dropped, *numbers, GATHERED=gathered,
+        **_constants(q, (has[0], p2c_table is not None), dropout, far, tile))
+    tile = choose_product_tile(capability_of(q.device), size, "content")
+    backward.content_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
+        d_c2p.bias, k, dq, *query_facts[2:], *k.stride()[:3], queries, keys, heads, span, FAR=far,
+        **_product_constants(q, tile))
     d_tables = [q.new_empty(0), q.new_empty(0)]
-    if c2p_table is not None or whole:
-        d_tables[0] = _collect(d_c2p, q, c2p_table, dq, query_facts[1:], k, band, gathered, whole)
+    if c2p_table is not None:
+        d_tables[0] = (_collect_gathered if gathered else _collect)(
+            d_c2p, q, c2p_table, dq, query_facts[1:], keys, band)
     if p2c_table is not None:
-        if gathered:
-            _spread(written, d_p2c.bias, query_facts[1], band)
-        d_tables[1] = _collect(d_p2c, k, p2c_table, dk, key_facts[:3], k, band, False, False)
-    return *(x.transpose(1, 2) for x in (dq, dk, dv)), *d_tables
+        d_tables[1] = _collect(d_p2c, k, p2c_table, dk, key_facts[:3], keys, band)
+    rows = [x.transpose(1, 2) for x in (dq, dk, dv)]
+    return *rows, *d_tables, d_c2p.bias if gathered else q.new_empty(0)
 
 
 def _dropped(q: Tensor, keys: int, query_facts: Tensor, seed: Tensor | None, dropout: float
@@ -189,6 +222,69 @@ def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
             for x in (q, k, v)]
 
 
+class GatheredBias(torch.autograd.Function):
+    """The result of `gathered_bias`, with its arguments."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs[:4])
+        ctx.reach = inputs[4]
+        with on_device_of(inputs[0]):
+            return gathered_bias(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        if ctx.saved_tensors[1] is None:
+            return (None,) * 6
+        with on_device_of(grad):
+            found = gathered_bias_backward(grad, *ctx.saved_tensors, ctx.reach)
+        return *found, *[None] * 4
+
+
+def _empty_bias(k: Tensor, _p2c_table, query_facts: Tensor, *_rest) -> Tensor:
+    return k.new_empty(*k.shape[:2], padded(query_facts.shape[2]), padded(k.shape[2]))
+
+
+@operator("gathered_bias", _empty_bias)
+def gathered_bias(k: Tensor, p2c_table: Tensor | None, query_facts: Tensor, key_facts: Tensor,
+                  reach: int, scale: float) -> Tensor:
+    """Return position to content of gathered queries, [B,H,Q,L] in whole groups; -inf where a query
+    does not see a key. Without a table the rest is 0.
+    """
+    (batch, heads, keys, _), band = k.shape, make_band(reach, k.shape[2])
+    term = _term(k, p2c_table, key_facts[1:3], band, scale)
+    bias = _empty_bias(k, p2c_table, query_facts)
+    tile = COLUMN_TILES["columns"]
+    gathered.columns_kernel[(bias.shape[2] // tile.block_m, batch * heads)](
+        *term, bias, *query_facts[:2], key_facts[0], query_facts.shape[2], keys, heads, band.span,
+        HAS_BIAS=p2c_table is not None, FAR=band.far, BR=tile.block_m, BC=tile.block_n)
+    return bias
+
+
+def _fake_bias_backward(_grad, k: Tensor, p2c_table: Tensor, *_rest) -> tuple[Tensor, Tensor]:
+    return _row_gradients(k, k, k)[0].transpose(1, 2), torch.empty_like(p2c_table)
+
+
+@operator("gathered_bias_backward", _fake_bias_backward)
+def gathered_bias_backward(grad: Tensor, k: Tensor, p2c_table: Tensor, query_facts: Tensor,
+                           key_facts: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of k, as a view of [B,L,H,D], and of the table.
+
+    grad: of the unscaled term, as `attention_backward` returns it.
+    """
+    (batch, heads, keys, _), band = k.shape, make_band(reach, k.shape[2])
+    d_term = _empty_term(k, True, keys, band)
+    tile = choose_product_tile(capability_of(k.device), 64, "spread")
+    gathered.spread_kernel[(triton.cdiv(keys, tile.block_m), batch * heads)](
+        grad.contiguous(), *d_term, query_facts[1], query_facts.shape[2], keys, heads, band.span,
+        FAR=band.far, BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(k),
+        num_warps=tile.warps, num_stages=tile.stages)
+    dk = _row_gradients(k, k, k)[0].zero_()
+    d_table = _collect(d_term, k, p2c_table, dk, key_facts[:3], keys, band)
+    return dk.transpose(1, 2), d_table
+
+
 class _Term(NamedTuple):
     """One position term, scaled, or the gradient of the unscaled one, for the flash kernels."""
 
@@ -196,140 +292,80 @@ class _Term(NamedTuple):
     edges: Tensor  # fp32 [2,B,H,rows]: the terms of all pairs before and behind it
 
 
-def _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale):
+def _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, scale) -> tuple[_Term, _Term]:
     """Return the content-to-position and the position-to-content term."""
-    keys = k.shape[2]
-    return (_term(q, c2p_table, query_facts[1:], keys, band, gathered, scale),
-            _term(k, p2c_table, key_facts[:3], keys, band, False, scale))
+    c2p = _term(q, c2p_table, query_facts[2:], band, scale)
+    if c2p_table is None and p2c_table is None:  # for the masks
+        c2p = _Term(*(x.zero_() for x in _empty_term(q, True, k.shape[2], band)))
+    return c2p, _term(k, p2c_table, key_facts[1:3], band, scale)
 
 
-def _term(x: Tensor, table: Tensor | None, facts, keys: int, band: Band, gathered: bool,
-          scale: float) -> _Term:
-    """Return scale x . T; placeholders for an absent term. facts: position, segment start, stop."""
-    batch, heads, rows, _ = x.shape
-    if table is None:
-        return _empty_term(x, table, keys, band)
-    bias, edges = _empty_term(x, table, keys, band)
-    tile = choose_product_tile(_capability(x.device), x.shape[-1], "bias")
-    position_bias.bias_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
-        x, table, bias, edges, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
-        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile))
-    return _Term(bias, edges)
-
-
-def _empty_term(x: Tensor, table: Tensor | None, keys: int, band: Band) -> _Term:
-    """Return a term that is not yet filled; placeholders where there is none."""
-    batch, heads, rows, _ = x.shape
-    if table is None:
-        return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))
-    bias = x.new_empty(batch, heads, padded(rows), band.width(keys))
-    return _Term(bias, _empty_edges(x, band))
-
-
-def _empty_gradient(x: Tensor, wanted: bool, keys: int, band: Band) -> _Term:
-    """Return a bias's gradient that is not yet filled: see `blocks.skewed_shape`."""
-    batch, heads, rows, _ = x.shape
-    if not wanted:
-        return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))
-    bias = x.new_empty(batch, heads, padded(rows), 2 * band.radius(keys))
-    return _Term(bias, _empty_edges(x, band))
-
-
-def _empty_edges(x: Tensor, band: Band) -> Tensor:
-    batch, heads, rows, _ = x.shape
-    return x.new_empty(2, batch, heads, rows if band.far else 0, dtype=torch.float32)
-
-
-def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band: Band,
-             gathered: bool, content: bool) -> Tensor:
-    """Add the term's part to dx [B,rows,H,D], and return the table's gradient [C,H,D].
-
-    content: the products of the score gradients and the keys, too.
-    """
+def _term(x: Tensor, table: Tensor | None, facts, band: Band, scale: float) -> _Term:
+    """Return scale x . T in powers of two; placeholders for an absent term. facts: START, STOP."""
     batch, heads, rows, size = x.shape
-    keys = k.shape[2]
-    tile = choose_product_tile(_capability(x.device), size, "rows")
-    position_bias.row_gradient_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
-        d_term.bias, k if table is None else table, k, dx, d_term.edges, *facts,
-        *k.stride()[:3], rows, keys, heads, band.span, TERM=table is not None, CONTENT=content,
-        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile))
-    if table is None:
-        return x.new_empty(0)
-    tile = choose_product_tile(_capability(x.device), size, "table")
-    blocks = triton.cdiv(len(table), tile.block_n)
-    units = batch * triton.cdiv(rows, _CHUNK_ROWS)
-    splits = min(units, triton.cdiv(_PROGRAMS, blocks * heads))
-    parts = torch.empty(splits, *table.shape, dtype=torch.float32, device=x.device)
+    term = _empty_term(x, table is not None, rows, band)
+    if table is not None:
+        tile = _rows_tile(x, "bias")
+        position_bias.bias_kernel[_rows_grid(x, tile)](
+            x, table, *term, *facts, *x.stride()[:3], rows, heads, band.span, scale * LOG2_E,
+            FAR=band.far, **_product_constants(x, tile))
+    return term
+
+
+def _empty_term(x: Tensor, wanted: bool, keys: int, band: Band) -> _Term:
+    """Return a term, or its gradient, that is not yet filled; placeholders where there is none."""
+    shape = (*x.shape[:2], padded(x.shape[2]), band.width(keys)) if wanted else (0,)
+    return _Term(x.new_empty(shape), _empty_edges(x, band, wanted))
+
+
+def _empty_edges(x: Tensor, band: Band, wanted: bool) -> Tensor:
+    batch, heads, rows, _ = x.shape
+    shape = (2, batch, heads, rows if band.far else 0) if wanted else (0,)
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def _gathered_terms(q: Tensor, c2p_table: Tensor | None, p2c: Tensor, scale: float
+                    ) -> tuple[_Term, _Term]:
+    """Return the terms of gathered queries; content to position as [H,B x Q,C], by table row."""
+    products, edges = q.new_empty(0), [q.new_empty(0, dtype=torch.float32) for _ in range(2)]
+    if c2p_table is not None:
+        rows = q.transpose(0, 1).flatten(1, 2)
+        products = q.new_empty(*rows.shape[:2], len(c2p_table))
+        torch.baddbmm(products, rows, c2p_table.permute(1, 2, 0), beta=0, alpha=scale * LOG2_E,
+                      out=products)
+    return _Term(products, edges[0]), _Term(p2c, edges[1])
+
+
+def _collect(d_term: _Term, x, table: Tensor, dx, facts, keys: int, band: Band) -> Tensor:
+    """Add the term's part to dx [B,rows,H,D], and return the table's gradient [C,H,D]."""
+    (batch, heads, rows, _), bounds = x.shape, facts[1:]
+    tile = _rows_tile(x, "rows")
+    position_bias.row_gradient_kernel[_rows_grid(x, tile)](
+        d_term.bias, table, dx, d_term.edges, *bounds, rows, heads, band.span, FAR=band.far,
+        **_product_constants(x, tile))
+    tile = _rows_tile(x, "table")
+    blocks = _RESIDUES * triton.cdiv(len(table), tile.block_n)
+    splits = min(batch, triton.cdiv(_PROGRAMS, blocks * heads))
+    parts = torch.empty(_RESIDUES * splits, *table.shape, dtype=torch.float32, device=x.device)
     position_bias.table_gradient_kernel[(blocks, heads, splits)](
-        d_term.bias, x, parts, *facts, *x.stride()[:3], batch, rows, keys, heads, band.span,
-        GATHERED=gathered, CHUNK=_CHUNK_ROWS, **_product_constants(x, tile))
+        d_term.bias, x, parts, *bounds, *x.stride()[:3], batch, rows, heads, band.span,
+        **_product_constants(x, tile))
     d_table = parts.sum(0)
     if band.far:
         d_table[:: len(table) - 1] += torch.einsum("ebhr,bhrd->ehd", d_term.edges.to(x.dtype), x)
     return d_table.to(x.dtype)
 
 
-def _spread(d_scores: Tensor, d_bias: Tensor, positions: Tensor, band: Band) -> None:
-    """Fill the bias's gradient from the score gradients [B,H,L,Q] of gathered queries."""
-    batch, heads, keys, queries = d_scores.shape
-    tile = choose_product_tile(_capability(d_scores.device), 64, "spread")
-    position_bias.spread_kernel[(triton.cdiv(keys, tile.block_m), batch * heads)](
-        d_scores, d_bias, positions, queries, keys, heads, band.span,
-        BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(d_scores),
-        num_warps=tile.warps, num_stages=tile.stages)
-
-
-class Tile(NamedTuple):
-    """Query rows and key columns of a program's tile, and how Triton runs it."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-@lru_cache
-def tile_table() -> dict:
-    """Return {architecture: {head size: {class: {direction: [m, n, warps, stages]}}}}.
-
-    class: "short" or "long" sequences, or "gathered" queries; next to them the kernels of the bias
-    matrices. "sm100" overrides single "sm90" entries; it is not keyed by head size.
-    """
-    return json.loads(TILES.read_text())
-
-
-@lru_cache
-def choose_tile(capability: tuple[int, int], size: int, length: int, direction: str, gathered: bool,
-                far: bool = False) -> Tile:
-    """Return the tile of a flash kernel for a device capability, head size and row length.
-
-    direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
-    gathered: gathered queries, which read the position terms pair by pair. far: pairs
-    beyond the band, whose loops take registers, so that tiles for short rows would spill.
-    """
-    architecture = _architecture(capability)
-    length_class = "gathered" if gathered else "long" if far or length > _LONG_ROW else "short"
-    return Tile(*tile_table()[architecture][str(max(size, 32))][length_class][direction])
-
-
-@lru_cache
-def choose_product_tile(capability: tuple[int, int], size: int, kind: str) -> Tile:
-    """Return the tile of a product with a bias matrix: rows, columns or table rows, warps, stages.
-
-    kind: "bias" (write it), "rows" and "table" (their gradients), "spread" (gathered queries).
-    """
-    own = tile_table()["sm100"] if (10, 0) <= capability < (12, 0) else {}
-    return Tile(*own.get(kind, tile_table()[_architecture(capability)][str(max(size, 32))][kind]))
-
-
-def _architecture(capability: tuple[int, int]) -> str:
-    large = (9, 0) <= capability < (12, 0)  # sm_120 has the shared memory of sm_86
-    return "sm90" if large else "sm80"
-
-
-@lru_cache  # asked at nearly every launch
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+def _collect_gathered(d_term: _Term, q, table: Tensor, dq, facts, keys: int, band: Band) -> Tensor:
+    """Do as `_collect` for content to position of gathered queries."""
+    batch, heads, queries, _ = q.shape
+    by_row = q.new_empty(heads, batch * queries, len(table))
+    tile = COLUMN_TILES["skew"]
+    gathered.skew_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
+        d_term.bias, by_row, facts[0], queries, keys, heads, band.span, FAR=band.far,
+        BR=tile.block_m, BC=tile.block_n)
+    dq.permute(2, 0, 1, 3).add_((by_row @ table.transpose(0, 1)).view(heads, batch, queries, -1))
+    return (by_row.transpose(1, 2) @ q.transpose(0, 1).flatten(1, 2)).transpose(0, 1).contiguous()
 
 
 def _precision(x: Tensor) -> str:
@@ -338,23 +374,33 @@ def _precision(x: Tensor) -> str:
 
 def _tile(q: Tensor, k: Tensor, direction: str, gathered: bool, band: Band) -> Tile:
     longest = max(q.shape[2], k.shape[2])
-    return choose_tile(_capability(q.device), q.shape[-1], longest, direction, gathered, band.far)
+    return choose_tile(capability_of(q.device), q.shape[-1], longest, direction, gathered, band.far)
 
 
-def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
+def _numbers(q, k, v, span: int, scale: float, dropout: float) -> tuple:
     """Return the scalar arguments that the flash kernels share, in order."""
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    sizes = (q.shape[2], k.shape[2], q.shape[1], band.span)
-    return *strides, *sizes, scale, 1 / (1 - dropout)
+    return *strides, q.shape[2], k.shape[2], q.shape[1], span, scale, 1 / (1 - dropout)
 
 
-def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: Tile) -> dict:
-    return {"HAS_C2P": c2p_table is not None, "HAS_P2C": p2c_table is not None,
-            "DROPOUT": dropout > 0, "FAR": band.far, "GATHERED": gathered, "D": q.shape[-1],
+def _constants(q, has, dropout, far: bool | None, tile: Tile) -> dict:
+    return {"HAS_C2P": has[0], "HAS_P2C": has[1], "DROPOUT": dropout > 0, "D": q.shape[-1],
             "BM": tile.block_m, "BN": tile.block_n, "PRECISION": _precision(q),
-            "num_warps": tile.warps, "num_stages": tile.stages}
+            "num_warps": tile.warps, "num_stages": tile.stages} | (
+                {} if far is None else {"FAR": far})
 
 
 def _product_constants(x: Tensor, tile: Tile) -> dict:
     return {"D": x.shape[-1], "BR": tile.block_m, "BC": tile.block_n, "PRECISION": _precision(x),
             "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def _rows_tile(x: Tensor, kind: str) -> Tile:
+    """Return the tile of a product by residue; short sequences would not fill a large one."""
+    tile = choose_product_tile(capability_of(x.device), x.shape[-1], kind)
+    return tile._replace(block_m=min(tile.block_m, 32)) if x.shape[2] <= _SHORT_ROW else tile
+
+
+def _rows_grid(x: Tensor, tile: Tile) -> tuple[int, int]:
+    batch, heads, rows, _ = x.shape
+    return _RESIDUES * triton.cdiv(rows, _RESIDUES * tile.block_m), batch * heads

@@ -1,0 +1,67 @@
+"""Tile sizes of the kernels, by card, head size and kind of kernel (tiles.json)."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+TILES = Path(__file__).with_name("tiles.json")  # to refresh it: docs/explanation/attention.md
+LONG_ROW = 1024
+
+
+class Tile(NamedTuple):
+    """Query rows and key columns of a program's tile, and how Triton runs it."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+COLUMN_TILES = {"columns": Tile(64, 64, 4, 3), "skew": Tile(16, 64, 4, 3)}  # of `gathered`
+
+
+@lru_cache
+def tile_table() -> dict:
+    """Return {architecture: {head size: {class: {direction: [m, n, warps, stages]}}}}.
+
+    class: "short" or "long" sequences, or "gathered" queries; next to them the kernels of the bias
+    matrices. "sm100" overrides single "sm90" entries; it is not keyed by head size.
+    """
+    return json.loads(TILES.read_text())
+
+
+@lru_cache
+def choose_tile(capability: tuple[int, int], size: int, length: int, direction: str, gathered: bool,
+                far: bool = False) -> Tile:
+    """Return the tile of a flash kernel for a device capability, head size and row length.
+
+    direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
+    gathered: gathered queries, which read the position terms pair by pair. far: pairs
+    beyond the band, whose loops take registers, so that tiles for short rows would spill.
+    """
+    architecture = _architecture(capability)
+    length_class = "gathered" if gathered else "long" if far or length > LONG_ROW else "short"
+    return Tile(*tile_table()[architecture][str(max(size, 32))][length_class][direction])
+
+
+@lru_cache
+def choose_product_tile(capability: tuple[int, int], size: int, kind: str) -> Tile:
+    """Return the tile of a product with a bias matrix: rows, columns or table rows, warps, stages.
+
+    kind: "bias" (write it), "rows" and "table" (their gradients), "spread" (gathered queries).
+    """
+    own = tile_table()["sm100"] if (10, 0) <= capability < (12, 0) else {}
+    return Tile(*own.get(kind, tile_table()[_architecture(capability)][str(max(size, 32))][kind]))
+
+
+def _architecture(capability: tuple[int, int]) -> str:
+    large = (9, 0) <= capability < (12, 0)  # sm_120 has the shared memory of sm_86
+    return "sm90" if large else "sm80"
+
+
+@lru_cache  # asked at nearly every launch
+def capability_of(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
