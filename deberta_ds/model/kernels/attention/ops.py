@@ -235,10 +235,11 @@ class GatheredBias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        if ctx.saved_tensors[1] is None:
+        saved = ctx.saved_tensors  # once: a checkpointed tensor is there for one reading
+        if saved[1] is None:
             return (None,) * 6
         with on_device_of(grad):
-            found = gathered_bias_backward(grad, *ctx.saved_tensors, ctx.reach)
+            found = gathered_bias_backward(grad, *saved, ctx.reach)
         return *found, *[None] * 4
 
 
