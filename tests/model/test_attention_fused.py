@@ -52,7 +52,7 @@ def test_interpreter_equals_the_reference():
     full = bool(os.environ.get("FULL_TABLE"))
     lines = run_worker("fused_interpreter.py", *["--more"] * full, timeout=1200)
     check(lines)
-    assert len(lines) == (27 if full else 15)
+    assert len(lines) == (30 if full else 16)
     assert [line["repeats"] for line in lines if "repeats" in line] == [True] * 3
 
 

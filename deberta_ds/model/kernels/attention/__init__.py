@@ -54,8 +54,10 @@ def gathered_term(k_BHLD: Tensor, pos_key_HSD: Tensor | None, pos_query_HSD: Ten
     """
     scale = score_scale(k_BHLD.shape[-1], pos_key_HSD, pos_query_HSD)
     with torch.autocast(k_BHLD.device.type, enabled=False), on_device_of(k_BHLD):
+        keys = _rows_contiguous(_widened(k_BHLD))
         return ops.gathered_bias(
-            _rows_contiguous(_widened(k_BHLD)), _expand(pos_query_HSD, geometry, k_BHLD, False),
+            keys.detach() if pos_query_HSD is None else keys,  # without a table only a mask
+            _expand(pos_query_HSD, geometry, k_BHLD, False),
             *_facts_once(segments_BL, query_positions_BQ), geometry.reach, scale)
 
 
