@@ -62,7 +62,7 @@ class _FusedProjections(torch.autograd.Function):
             if wanted[ctx.num_inputs + m]:
                 _add_matmul(weight_grads, m, grad_RC.t(), input_RC)
             if ctx.has_bias[m] and wanted[ctx.num_inputs + ctx.num_linears + m]:
-                sums_C = grad_RC.sum(0)
+                sums_C = _column_sums(grad_RC)
                 bias_grads[m] = bias_grads[m].add_(sums_C) if m in bias_grads else sums_C
         input_grads = {i: found.view(inputs[i].shape) for i, found in input_grads.items()}
         linears = range(ctx.num_linears)
@@ -76,3 +76,10 @@ def _add_matmul(sums: dict[int, Tensor], number: int, left: Tensor, right: Tenso
         sums[number].addmm_(left, right)
     else:
         sums[number] = left @ right
+
+
+def _column_sums(grad_RC: Tensor) -> Tensor:
+    """Return the sums of columns, in two steps: in one, most of a GPU would have no part in it."""
+    parts = next(n for n in (256, 64, 16, 1) if len(grad_RC) % n == 0)
+    wide = torch.promote_types(grad_RC.dtype, torch.float32)
+    return grad_RC.unflatten(0, (parts, -1)).sum(1, dtype=wide).sum(0).to(grad_RC.dtype)

@@ -170,9 +170,9 @@ def faults(line: dict, architecture: int) -> list[str]:
         found.append("no product on the tensor cores")
     if any(loop["two_byte"] for loop in line["loops"]) and not line["gathered"]:
         found.append("two-byte accesses in a loop")
-    gathered = line["gathered"] and line["kernel"] == "forward"  # read element by element
-    shape = (line["kernel"], line["size"], architecture)
-    limits = {} if gathered else LOOP_LIMITS.get(shape, {})
+    # Of gathered queries terms are read pair by pair; without a sum ptxas serializes the products.
+    other = line["kernel"] == "forward" and (line["gathered"] or not line["kept"])
+    limits = {} if other else LOOP_LIMITS.get((line["kernel"], line["size"], architecture), {})
     found += [f"over {limit} {what} in its loop" for what, limit in limits.items()
               if line["loops"][0][what] > limit]
     return found

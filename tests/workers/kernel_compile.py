@@ -38,7 +38,8 @@ KERNELS = {
     "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
     "dropout": (norm._dropout_kernel, _NORM, 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
-    "gelu gradient": (norm._gelu_gradient_kernel, _GELU, 4, 3, False),
+    "gelu gradient": (norm._gelu_gradient_kernel, _GELU | dict(BR=norm._GELU_GRADIENT_ROWS),
+                      4, 3, False),
     "dropped pairs": (blocks.dropped_kernel, dict(DIGITS=16, BR=64, BW=16), 4, 3, False),
     "row_dot": (backward.row_dot_kernel, dict(D=64, BM=ops._ROW_DOT_ROWS), 4, 3, False),
 }

@@ -18,7 +18,8 @@ from deberta_ds.model.dropout import MIX_1, MIX_2
 from deberta_ds.model.kernels.operators import on_device_of, operator
 
 _NORM_PARTS, _GELU_PARTS = 512, 64
-_GELU_ROWS, _GELU_COLUMNS = 16, 256
+_GELU_ROWS, _GELU_GRADIENT_ROWS, _GELU_COLUMNS = 16, 8, 256
+_NORM_STAGES, _GELU_STAGES = tl.constexpr(3), tl.constexpr(2)  # the next rows are on their way
 _MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 
 
@@ -73,7 +74,7 @@ def _norm_gradient_kernel(GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER
     weight = tl.load(WEIGHT + c, mask=inside, other=0.0).to(tl.float32)
     weight_sum = tl.zeros([BLOCK], tl.float32)
     bias_sum = tl.zeros([BLOCK], tl.float32)
-    for number in range(part, R, tl.num_programs(0)):
+    for number in tl.range(part, R, tl.num_programs(0), num_stages=_NORM_STAGES):
         row = tl.cast(number, tl.int64)
         grad = tl.load(GRAD + row * C + c, mask=inside, other=0.0).to(tl.float32)
         if TWO:
@@ -84,8 +85,8 @@ def _norm_gradient_kernel(GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER
         weight_sum += grad * normal
         bias_sum += grad
         grad *= weight
-        along = tl.sum(grad * normal, 0) / C
-        gradient = (grad - tl.sum(grad, 0) / C - normal * along) * inverse
+        along, mean = tl.split(tl.sum(tl.join(grad * normal, grad), 0) / C)  # one exchange
+        gradient = (grad - mean - normal * along) * inverse
         tl.store(D_RESIDUAL + row * C + c, gradient.to(D_RESIDUAL.dtype.element_ty), mask=inside)
         if DROPOUT:
             gradient *= _kept(row * C + c, KEY, threshold, keep_scale)
@@ -136,7 +137,7 @@ def _gelu_gradient_kernel(GRAD, X, BIAS, DX, PARTS, R, C: tl.constexpr, BR: tl.c
     part = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     sums = tl.zeros([BR, BC], tl.float32)
-    for first in range(part * BR, R, tl.num_programs(0) * BR):
+    for first in tl.range(part * BR, R, tl.num_programs(0) * BR, num_stages=_GELU_STAGES):
         r = first + tl.arange(0, BR)
         place, inside, x = _tile(X, BIAS, r, c, R, C)
         grad = tl.load(GRAD + place, mask=inside, other=0.0).to(tl.float32)
@@ -297,7 +298,7 @@ def _gelu(x_RC: Tensor, bias_C: Tensor) -> Tensor:
 
 def _empty_gelu_gradients(_grad_RC, x_RC: Tensor, _bias_C) -> tuple[Tensor, Tensor]:
     rows, size = x_RC.shape
-    parts = min(triton.cdiv(rows, _GELU_ROWS), _GELU_PARTS)
+    parts = min(triton.cdiv(rows, _GELU_GRADIENT_ROWS), _GELU_PARTS)
     return empty_like(x_RC), x_RC.new_empty(parts, size, dtype=float32)
 
 
@@ -308,7 +309,8 @@ def _gelu_gradients(grad_RC: Tensor, x_RC: Tensor, bias_C: Tensor) -> tuple[Tens
     rows, size = x_RC.shape
     if rows:
         _gelu_gradient_kernel[(len(outputs[1]), triton.cdiv(size, _GELU_COLUMNS))](
-            grad_RC, x_RC, bias_C, *outputs, rows, C=size, BR=_GELU_ROWS, BC=_GELU_COLUMNS)
+            grad_RC, x_RC, bias_C, *outputs, rows, C=size, BR=_GELU_GRADIENT_ROWS,
+            BC=_GELU_COLUMNS)
     return outputs
 
 

@@ -29,46 +29,41 @@ def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
     keep_terms: keep the sum of the position terms, and which pairs dropout drops, for backward
       instead of computing them again; those of gathered queries always stay.
     """
-    keys, dtype, size = k_BHLD.shape[2], q_BHQD.dtype, q_BHQD.shape[-1]
-    radius = make_band(geometry.reach, keys).radius(keys)
+    dtype, size = q_BHQD.dtype, q_BHQD.shape[-1]
     scale = score_scale(size, pos_key_HSD, pos_query_HSD)
-    facts = _facts_once(segments_BL, query_positions_BQ)
+    facts, p2c, p2c_table = _facts_once(segments_BL, query_positions_BQ), None, None
     with torch.autocast(q_BHQD.device.type, enabled=False):
-        c2p_table = _expand(_widened(pos_key_HSD), geometry, radius, True, dtype)
         qkv = [_rows_contiguous(_widened(x.to(dtype))) for x in (q_BHQD, k_BHLD, v_BHLD)]
-        p2c_table = p2c = None
-        if pos_query_HSD is not None and pos_query_HSD.dim() == 4:
+        c2p_table = _expand(pos_key_HSD, geometry, k_BHLD, True)
+        if query_positions_BQ is None:
+            p2c_table = _expand(pos_query_HSD, geometry, k_BHLD, False)
+        elif pos_query_HSD is not None and pos_query_HSD.dim() == 4:
             p2c = pos_query_HSD
         else:
-            p2c_table = _expand(_widened(pos_query_HSD), geometry, radius, False, dtype)
-        if query_positions_BQ is not None and p2c is None:
-            p2c = ops.GatheredBias.apply(qkv[1], p2c_table, *facts, geometry.reach, scale)
-            p2c_table = None
+            p2c = gathered_term(k_BHLD, pos_key_HSD, pos_query_HSD, geometry=geometry,
+                                segments_BL=segments_BL, query_positions_BQ=query_positions_BQ)
         context_BQHD = ops.FusedAttention.apply(
             *qkv, c2p_table, p2c_table, p2c, *facts, seed, geometry.reach, scale, float(dropout),
             keep_terms)
     return context_BQHD[..., :size]
 
 
-def gathered_term(k_BHLD: Tensor, pos_key_HSD: Tensor | None, pos_query_HSD: Tensor, *,
+def gathered_term(k_BHLD: Tensor, pos_key_HSD: Tensor | None, pos_query_HSD: Tensor | None, *,
                   geometry: Geometry, segments_BL: Tensor, query_positions_BQ: Tensor) -> Tensor:
     """Return the position-to-content term of gathered queries, for several calls of `fused_path`
     with the same keys.
     """
-    keys = k_BHLD.shape[2]
-    radius = make_band(geometry.reach, keys).radius(keys)
     scale = score_scale(k_BHLD.shape[-1], pos_key_HSD, pos_query_HSD)
-    facts = _facts_once(segments_BL, query_positions_BQ)
     with torch.autocast(k_BHLD.device.type, enabled=False):
-        table = _expand(_widened(pos_query_HSD), geometry, radius, False, k_BHLD.dtype)
-        k_BHLD = _rows_contiguous(_widened(k_BHLD))
-        return ops.GatheredBias.apply(k_BHLD, table, *facts, geometry.reach, scale)
+        keys = _rows_contiguous(_widened(k_BHLD))
+        return ops.GatheredBias.apply(
+            keys.detach() if pos_query_HSD is None else keys,  # without a table only a mask
+            _expand(pos_query_HSD, geometry, k_BHLD, False),
+            *_facts_once(segments_BL, query_positions_BQ), geometry.reach, scale)
 
 
-def _widened(x: Tensor | None) -> Tensor | None:
+def _widened(x: Tensor) -> Tensor:
     """Return vectors of a size that the kernels have; zeros behind them change no product."""
-    if x is None:
-        return None
     wide = max(_LEAST_SIZE, 1 << (x.shape[-1] - 1).bit_length())
     return x if wide == x.shape[-1] else F.pad(x, (0, wide - x.shape[-1]))
 
@@ -77,18 +72,20 @@ def _rows_contiguous(x_BHLD: Tensor) -> Tensor:
     return x_BHLD if x_BHLD.stride(-1) == 1 else x_BHLD.contiguous()
 
 
-def _expand(table_HSD: Tensor | None, geometry: Geometry, radius: int, rows_are_queries: bool, dtype
-           ) -> Tensor | None:
+def _expand(table_HSD: Tensor | None, geometry: Geometry, k_BHLD: Tensor, rows_are_queries: bool
+            ) -> Tensor | None:
     """Return [C,H,D], C = 2 radius: row c is the relative row for (column - row) = c - radius.
 
     A product with a one-hot matrix, not an index: exact, and its backward has no atomics.
     """
     if table_HSD is None:
         return None
+    keys, dtype = k_BHLD.shape[2], k_BHLD.dtype
+    radius = make_band(geometry.reach, keys).radius(keys)
     one_hot_CS = _one_hot(geometry, radius, rows_are_queries, dtype, table_HSD.device)
+    table_SHD = _widened(table_HSD).transpose(0, 1)
     # Contiguous after the projection, so no copy.
-    rows_SK = table_HSD.transpose(0, 1).flatten(1).to(dtype)
-    return (one_hot_CS @ rows_SK).view(2 * radius, *table_HSD.shape[::2])
+    return (one_hot_CS @ table_SHD.flatten(1).to(dtype)).view(-1, *table_SHD.shape[1:])
 
 
 @kept_tensors(maxsize=None)  # for ever: CUDA graphs have its address; 1 MB at 512 tokens

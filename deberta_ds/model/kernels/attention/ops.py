@@ -236,8 +236,6 @@ class GatheredBias(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         saved = ctx.saved_tensors  # once: a checkpointed tensor is there for one reading
-        if saved[1] is None:
-            return (None,) * 6
         with on_device_of(grad):
             found = gathered_bias_backward(grad, *saved, ctx.reach)
         return *found, *[None] * 4
