@@ -105,13 +105,15 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def refuse_pipe(path: str | Path) -> None:
-    """Raise UserError for a pipe: who opens one waits, for ever if nobody is at its other end."""
+    """Raise UserError for a pipe, of which nobody may be at the other end, and for a device, which
+    may never end.
+    """
     try:
-        is_pipe = stat.S_ISFIFO(os.stat(path).st_mode)
+        mode = os.stat(path).st_mode
     except (OSError, ValueError):  # said by whoever opens it
         return
-    if is_pipe:
-        raise UserError(f"{path}: is a pipe; give a file")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UserError(f"{path}: is a pipe or a device; give a file")
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
