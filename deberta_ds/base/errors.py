@@ -227,6 +227,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt) or _interrupts:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
+    alarm = sys.modules.get("deberta_ds.cluster.alarm")  # not imported here: it imports torch
     unnamed = isinstance(error, OSError) and not error.filename  # a write to a file that was open
     output_problem = _output_problem() if unnamed else None
     if isinstance(output_problem, BrokenPipeError):  # as in `show.py ... | head -1`
@@ -234,12 +235,18 @@ def _report(error: BaseException) -> int:
     message = _system_message(output_problem, "standard output") if output_problem \
         else user_message(error)
     if message is None:
+        if alarm and alarm.was_heard():  # a collective that another rank has left
+            return EXIT_USER_ERROR
+        if alarm:
+            alarm.sound(f"{type(error).__name__}: {first_line(error)}")
         raise error
     if sys.flags.dev_mode:
         traceback.print_exception(error)
     on_every_rank = getattr(error, "on_every_rank", False)
     if not (on_every_rank and os.environ.get("RANK", "0") != "0"):
         print(f"error: {as_typed(message)}", file=sys.stderr, flush=True)
+    if alarm and not on_every_rank:
+        alarm.sound(message)
     return EXIT_USER_ERROR
 
 

@@ -226,7 +226,8 @@ def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
 
 def stamp_of(status: os.stat_result) -> str:
     """Return how a local file looks from outside."""
-    return f"{status.st_size} bytes of {status.st_mtime_ns}, inode {status.st_ino}"
+    return (f"{status.st_size} bytes of {status.st_mtime_ns}, inode {status.st_ino}, changed "
+            f"{status.st_ctime_ns}")
 
 
 def _data_names(names: list[str]) -> list[str]:

@@ -26,10 +26,10 @@ from deberta_ds.evaluate.held_out import evaluate, score_minimal_pairs
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training import best
 from deberta_ds.training.bad_steps import BadSteps
+from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.journal import Journal
 from deberta_ds.training.saver import Saver
-from deberta_ds.training.setup import batches_of, kernels_of
-from deberta_ds.training.start import Started, start
+from deberta_ds.training.start import Started, kernels_of, start
 from deberta_ds.training.step import BadStepError, StepResult, train_step
 
 

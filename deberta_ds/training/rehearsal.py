@@ -22,8 +22,9 @@ from deberta_ds.data import remote
 from deberta_ds.engine import engine
 from deberta_ds.planner.goodput import STATE_BYTES
 from deberta_ds.training.check import changed_values
-from deberta_ds.training.setup import batches_of, describe, join_group, open_run
-from deberta_ds.training.start import build
+from deberta_ds.training.inputs import batches_of
+from deberta_ds.training.join import join_group
+from deberta_ds.training.start import build, describe, open_run
 from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_step
 
 # Checks of the nodes of a job: clocks, links within and between nodes, disk.
@@ -161,7 +162,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Where it would go on from a checkpoint, that is verified; the micro-batch sees random weights.
     Raises UserError, on every rank, also if the loss or a gradient is not finite.
     """
-    warnings = join_group(run, ds_values, place)
+    warnings = join_group(run, ds_values, place, {"--resume": resume, "--check": True})
     found, record, inputs = open_run(run, ds_values, place, resume)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))

@@ -16,7 +16,6 @@ from data_helpers import (
     stored_texts,
     tiny_tokenizer,
     tokenize,
-    tokenizer_path,
     tree,
 )
 
