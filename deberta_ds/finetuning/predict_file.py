@@ -35,7 +35,7 @@ from deberta_ds.finetuning.predict import entities_in, predictions_of, score_spl
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.scores import as_text, scores_of
 from deberta_ds.finetuning.submission import as_written
-from deberta_ds.finetuning.tables import Faults, each_row
+from deberta_ds.finetuning.tables import Faults, check_stamp, each_row
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.tokenizer import unknown_pieces
 from deberta_ds.training.check import check_alike
@@ -71,9 +71,8 @@ def predict_file(
 
     def next_block() -> list[Row]:
         block = list(itertools.islice(rows, BLOCK_ROWS))
-        if (now := stamp_of(os.stat(data))) != stamp:
-            raise UserError(f"{data}: changed while it was read (from {stamp} to {now}); run the "
-                            "same command again when nothing writes to it any more")
+        if stamp:
+            check_stamp(data, stamp)
         return block
 
     written = atomic_path(out) if dist.is_main() else nullcontext(os.devnull)

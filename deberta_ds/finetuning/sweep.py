@@ -91,7 +91,8 @@ def run_all(sweep: Sweep) -> list[dict]:
                 out=sweep.out / task.name / f"seed-{seed}",
                 deepspeed=sweep.deepspeed, device=sweep.device,
                 init_from=init_from.get(task.name, ""), initial=initial.get(task.name),
-                keep_model=sweep.keep_models, show_scores=sweep.show_scores, say=sweep.say, encoded=encoded[task.name])
+                keep_model=sweep.keep_models, show_scores=sweep.show_scores, say=sweep.say,
+                encoded=encoded[task.name])
             for seed in range(1, sweep.num_seeds + 1)]
     check_alike({f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds]
                  for key, value in dist.together(lambda job=job: flatten(
