@@ -28,7 +28,7 @@ from deberta_ds.finetuning.directory import MODEL, find_finetuned, load_finetune
 from deberta_ds.finetuning.predict_file import predict_file, scores_file
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.release import shape
-from deberta_ds.release.convert import Summary, convert, seal
+from deberta_ds.release.convert import Summary, convert
 from deberta_ds.report import run_pages
 from deberta_ds.report.model_card import Publisher, check_publisher, write_card
 from deberta_ds.report.rundata import read_sweep
@@ -147,9 +147,10 @@ def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: s
     compare = dist.together(lambda: read_results(compare_with) if compare_with else None)
     results = sweep.run_all(plan)
     summary = sweep.summarize(plan.tasks, results)
-    options.say("\n" + sweep.table(summary, compare))
     if dist.is_main():
-        whole = {"model": known.model, "data": known.data} | summary | {"runs": results}
+        runs, summary = sweep.merged(plan, results)
+        options.say("\n" + sweep.table(summary, compare))
+        whole = {"model": known.model, "data": known.data} | summary | {"runs": runs}
         print(run_pages.write_results(known.out, whole, [compare_with] if compare_with else []))
     return FinetuningResult(summary, results, known.out)
 
@@ -221,10 +222,6 @@ def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = N
     publisher = Publisher(license, *([value] if isinstance(value, str) else value
                                      for value in (language, dataset)))
     check_publisher(run, publisher)
-    summary = convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx, precision=precision)
-    out = Path(out)
-    try:
-        write_card(run, out, summary, repository, publisher)
-    finally:
-        seal(out)
-    return summary
+    return convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx, precision=precision,
+                   finish=lambda fresh, summary: write_card(run, fresh, summary,
+                                                            repository or str(out), publisher))

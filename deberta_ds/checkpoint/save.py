@@ -18,6 +18,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,14 @@ def finish_save(one: Save) -> Path:
 
 def _empty(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # the remains of a save that was killed
-    path.mkdir(parents=True)
+    if path.exists():  # some may stay: a file that is open over NFS, or of another user
+        aside = path.with_name(f"{path.name.replace('step-', 'remains-')}-{os.getpid()}")
+        with suppress(OSError):
+            path.rename(aside)
+    path.mkdir(parents=True, exist_ok=True)
+    if left := [name for name in os.listdir(path) if not name.startswith(".")]:
+        raise OSError(errno.EACCES, f"cannot be emptied of what a killed save has left ({left[0]});"
+                      " delete it", str(path))
 
 
 def _write_my_files(one: Save, described: list, tensors, small: dict[str, str | bytes]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.finetuning import readers
@@ -44,6 +45,7 @@ from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of, 
 from deberta_ds.training.check import check_alike
 from deberta_ds.training.step import BadStepError
 
+RESULTS_FILE = "results.json"
 CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
 _CARVE_SEED = 0
 
@@ -261,10 +263,41 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
                                         if name in r["diagnostics"]])
                        for metric in metrics_on(task, name)}
                 for name in sorted({name for result in runs for name in result["diagnostics"]})}}
+    return _over_tasks(summary)
+
+
+def _over_tasks(summary: dict[str, dict]) -> dict:
     suite, main = suite_of(list(summary))
     medians = [row["score"]["median"] for name, row in summary.items() if name in main]
     return {"tasks": summary, "mean": statistics.fmean(medians or [0.0]), "mean_of": len(medians),
             "suite": suite, "suite_tasks": len(main)}
+
+
+def merged(sweep: Sweep, results: Sequence[dict]) -> tuple[list[dict], dict]:
+    """Return (runs, their summary): `results`, and those of other tasks and seeds in the same
+    directory that began from the same model; of another one, which is said, they stay where they
+    are.
+    """
+    path, new = sweep.out / RESULTS_FILE, {(run["task"], run["seed"]) for run in results}
+    before = read_json(path) if path.is_file() else {}
+    runs = before.get("runs")
+    old = [run for run in runs if isinstance(run, dict) and (run.get("task"), run.get("seed"))
+           not in new and (sweep.out / str(run.get("task")) / f"seed-{run.get('seed')}" / RESULT
+                           ).is_file()] if isinstance(runs, list) else []
+    begun = {key: results[0][key] for key in ("start_weights", "tokenizer", "shape")
+             if key in results[0]}
+    others = [run for run in old if any(run.get(key, value) != value
+                                        for key, value in begun.items())]
+    if others:
+        names = ", ".join(sorted({str(run["task"]) for run in others}))
+        sweep.say(f"note: {path}: without {len(others)} runs of another model ({names}), whose "
+                  f"results stay in {sweep.out}/TASK/seed-N")
+    runs = [*(run for run in old if run not in others), *results]
+    summary = summarize(sweep.tasks, runs)
+    rows = before.get("tasks", {})
+    kept = {name: row for name, row in rows.items() if name not in summary["tasks"]
+            and any(run["task"] == name for run in runs)} if isinstance(rows, dict) else {}
+    return runs, _over_tasks(kept | summary["tasks"])
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -36,14 +36,16 @@ _POSITIONS = ("positions.weight", "positions.delta", "trunk.input.positions.weig
 _REACH = ("max_position", "max_relative", "position_buckets")
 
 
-def initial_tensors(run: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Tensor], list[str]]:
+def initial_tensors(run: RunConfig, tokenizer: Tokenizer | None = None
+                    ) -> tuple[dict[str, Tensor], list[str]]:
     """Return ({parameter of the run's model: value}, notes for the log) of `run.init`, for a run
-    with this tokenizer.
+    that has read this tokenizer.
 
     Parameters without a value keep their random one; a note names them. Raises UserError if the
     source does not fit the run.
     """
-    place = run.init.source or run.init.generator
+    place, tokenizer = run.init.source or run.init.generator, tokenizer or Tokenizer(
+        run.data.tokenizer)
     release = read_in_vocabulary(run, place, tokenizer)
     if not run.init.source:  # a cached run's discriminator begins with its generator's embedding
         words = _fitting_words(run, release.generator or release.main, place)

@@ -16,6 +16,7 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import counted
+from deberta_ds.checkpoint.upload import check_owner
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data import remote
@@ -175,6 +176,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
                                             bool(run.train.best_metric))))
     if run.train.upload:
         dist.on_main(partial(remote.check_writable, run.train.upload))
+        dist.on_main(partial(check_owner, run.out_dir, run.train.upload, resume, claims=False))
         lines.append(f"train.upload = {run.train.upload}: can be written, listed and read")
     if dist.is_main():
         print("\n".join(lines))

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError, listed
+from deberta_ds.base.errors import EXIT_REQUEUE, UserError, listed
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.checkpoint.save import set_aside
+from deberta_ds.checkpoint.upload import check_owner
 from deberta_ds.cluster import alarm, dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
@@ -67,6 +68,8 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
     with lock.held(run.out_dir):
         watchdog.join()
         found, record, inputs = open_run(run, ds_values, place, resume)
+        if run.train.upload:
+            dist.on_main(lambda: check_owner(run.out_dir, run.train.upload, resume, claims=True))
         log = dist.together(lambda: RunLog(
             run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS,
                                                   *own_metrics(run.evaluate.metrics)),
@@ -75,14 +78,22 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         for line in (*describe(run, inputs, origins), *warnings, *found.warnings()):
             log.info(line)
         dist.on_main(lambda: write_config(run, inputs, origins))
+        _leave_if_asked(stop_request)
         model_engine = build(run, inputs, record, log.info)
         if record:
             _restore(run, inputs, found, record, model_engine, log)
+        _leave_if_asked(stop_request)
         before, now = dist.together(lambda: meters.lost_seconds(log.path, record))
         dist.together(lambda: log.truncate(record.step if record else 0))
         dist.barrier()
         alarm.end()  # from here on the watchdog sees who fails
         yield Started(found, record, inputs, log, stop_request, model_engine, before, now)
+
+
+def _leave_if_asked(request: signals.StopRequest) -> None:
+    """End the start, on every rank, if any rank was asked to stop: there is nothing to save."""
+    if any(dist.gather_objects(bool(request))):
+        raise SystemExit(EXIT_REQUEUE)
 
 
 def open_run(run: RunConfig, ds_values: dict, place: str, resume: str

@@ -107,7 +107,8 @@ def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeyp
     path, loaded = Path("out/checkpoints/step-00000100"), []
     monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(path))
     monkeypatch.setattr(bad_steps.find, "load", lambda engine, path: loaded.append(path))
-    monkeypatch.setattr(bad_steps, "read_run_record", lambda path: SimpleNamespace(recent_losses=[]))
+    monkeypatch.setattr(bad_steps, "read_run_record",
+                        lambda path: SimpleNamespace(recent_losses=[]))
     train = TrainConfig(on_spike="rollback", global_batch_size=8, micro_batch_size=8, steps=1000,
                         initial_batch_size=0, batch_warmup_steps=0)
     found = bad_steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None)
