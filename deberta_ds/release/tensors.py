@@ -71,7 +71,7 @@ def _read_parts(index: Path) -> tuple[dict[str, Tensor], list[str]]:
     if not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index}: weight_map must name a file for each tensor")
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or "\0" in name:
+        if Path(name).name != name or "\0" in name or name.endswith(".index.json"):
             raise UserError(f"{index}: {name!r} is not a plain file name")
         part, more = read_tensors(index.parent / name)
         tensors |= part

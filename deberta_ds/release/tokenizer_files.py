@@ -9,11 +9,14 @@ their ids; our tokenizer never searches text for them.
 """
 
 import itertools
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import read_json
+from deberta_ds.release.configs import CODE
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.files import (
     ADDED,
@@ -59,9 +62,15 @@ def pad_id_of(files: Files) -> dict[str, int]:
 
 
 def copy_tokenizer_files(files: Files, out: Path) -> list[str]:
-    """Write tokenizer files, as they were read, to `out`; return a note for each."""
+    """Write tokenizer files, as they were read, to `out`; return a note for each. Of settings that
+    name code of a stranger ("auto_map") the rest is written.
+    """
     for name, file in files.items():
-        write_atomic(out / name, file.data)
+        data = file.data
+        if name == SETTINGS and CODE.encode() in data:
+            values = {key: value for key, value in read_json(file).items() if key != CODE}
+            data = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+        write_atomic(out / name, data)
     return [f"copied: {name}" for name in files]
 
 

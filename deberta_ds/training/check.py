@@ -50,6 +50,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
         problems.append(f"train.batch_warmup_steps = {train.batch_warmup_steps}: more than "
                         f"train.steps = {train.steps}")
     problems += freeze_problems(run, ds)
+    problems += ds_config.problems_on_this_node(ds)
     problems += ds_config.problems_with_optimizer(optim.name, ds)
     raise_problems(place, problems)
 

@@ -1,5 +1,6 @@
 """Join the process group, check the kernels, and compare what was asked of every rank."""
 
+import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +41,7 @@ def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any
         with suppress(UserError):  # raised below, on every rank
             choose()
     join(flatten(run_config.to_dict(run)) | (asked or {}) | {
+        "out_dir, absolute": os.path.abspath(run.out_dir)} | {
         f"{key} of the DeepSpeed JSON": value for key, value in flatten(ds_values).items()})
     agreed_kernels(choose)
     dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))

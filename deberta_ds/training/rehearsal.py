@@ -79,7 +79,7 @@ def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str
 
 
 def _clock_lines(clocks: list[float], hosts: list[str]) -> list[str]:
-    usual = statistics.median(clocks)
+    usual = statistics.median_low(clocks)  # one of them: of two, all of the difference is said
     off = {host: clock - usual for clock, host in zip(clocks, hosts, strict=True)}
     worst = max(off, key=lambda host: abs(off[host]))
     if abs(off[worst]) < _CLOCK_SECONDS:
