@@ -50,8 +50,8 @@ def main() -> int:
         run, origins = run_config.load(options.config, overrides,
                                        partial(shape.complete, resume=options.resume))
         ds_values = ds_config.load(options.deepspeed_config)
-    except UserError:
-        tell_the_others()
+    except UserError as error:
+        error.on_every_rank = not tell_the_others()
         raise
 
     from deberta_ds.cluster import dist  # heavy imports only after the configs are known to be good
@@ -67,17 +67,20 @@ def main() -> int:
     return code
 
 
-def tell_the_others() -> None:
-    """Join the group, where the other ranks of a job hear that this one fails."""
+def tell_the_others() -> bool:
+    """Join the group, where the other ranks of a job hear that this one fails; return whether there
+    are any.
+    """
     from deberta_ds.cluster.launcher import rank_variables
 
     if int((os.environ | rank_variables(os.environ)).get("WORLD_SIZE", 1)) == 1:
-        return
+        return False
     from deberta_ds.engine.engine import init_distributed
 
     joining = Thread(target=init_distributed, daemon=True)  # they may have failed before
     joining.start()
     joining.join(_JOIN_SECONDS)
+    return True
 
 
 if __name__ == "__main__":

@@ -247,9 +247,11 @@ def _report(error: BaseException) -> int:
     if sys.flags.dev_mode:
         traceback.print_exception(error)
     on_every_rank = getattr(error, "on_every_rank", False)
-    if not (on_every_rank and os.environ.get("RANK", "0") != "0"):
+    is_said = os.environ.get("RANK", "0") != "0" if on_every_rank else (
+        alarm and not alarm.is_first())
+    if not is_said:
         print(f"error: {as_typed(message)}", file=sys.stderr, flush=True)
-    if alarm and not on_every_rank:
+    if alarm:
         alarm.sound(message)
     return EXIT_USER_ERROR
 

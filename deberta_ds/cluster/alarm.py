@@ -18,7 +18,7 @@ from deberta_ds.base.errors import EXIT_USER_ERROR
 _LOOK_SECONDS = 0.5
 _LEAVE_SECONDS = 1.0  # for a rank that has heard to end by itself
 _WAIT_SECONDS = 4.0  # for all to hear: the store may be in this process
-_FAILED, _HEARD = "deberta_ds/failed", "deberta_ds/heard"
+_FAILED, _KNOW, _FIRST = (f"deberta_ds/{name}" for name in ("failed", "know", "first"))
 
 
 class Alarm:
@@ -27,7 +27,7 @@ class Alarm:
     def __init__(self):
         # A connection of its own: the group's may be waiting.
         self._store = torch_dist.distributed_c10d._get_default_store().clone()
-        self._rank, self._others = torch_dist.get_rank(), torch_dist.get_world_size() - 1
+        self._rank, self._num_ranks = torch_dist.get_rank(), torch_dist.get_world_size()
         self._ended, self.heard = threading.Event(), threading.Event()
         threading.Thread(target=self._listen, name="alarm", daemon=True).start()
 
@@ -41,11 +41,12 @@ class Alarm:
         self._ended.set()
         with suppress(RuntimeError):  # torch's: the store is gone
             self._store.set(_FAILED, f"rank {self._rank} on {socket.gethostname()}: {text}")
+            self._store.add(_KNOW, 1)
             self._wait()
 
     def _wait(self) -> None:
         until = time.monotonic() + _WAIT_SECONDS
-        while self._store.add(_HEARD, 0) < self._others and time.monotonic() < until:
+        while self._store.add(_KNOW, 0) < self._num_ranks and time.monotonic() < until:
             time.sleep(0.05)
 
     def _listen(self) -> None:
@@ -53,7 +54,7 @@ class Alarm:
             while not self._ended.wait(_LOOK_SECONDS):
                 if self._store.check([_FAILED]):
                     self.heard.set()
-                    self._store.add(_HEARD, 1)
+                    self._store.add(_KNOW, 1)
                     time.sleep(_LEAVE_SECONDS)
                     if self._rank == 0:
                         self._wait()
@@ -76,6 +77,13 @@ def end() -> None:
     if _alarm:
         _alarm.end()
     _alarm = None
+
+
+def is_first() -> bool:
+    """Return whether no other rank has failed before; call it once, before `sound`."""
+    with suppress(RuntimeError):
+        return _alarm is None or _alarm._store.add(_FIRST, 1) == 1
+    return True
 
 
 def sound(text: str) -> None:

@@ -64,9 +64,11 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
     from deberta_ds.model.kernels import kernel_table
     from deberta_ds.training import join
 
-    join.join({f"--{name}": str(value) for name, value in vars(options).items()
-               if name != "local_rank"} | {"settings": overrides, "--tasks": list(map(str, tasks)),
-                                           "--init_from": init_from, "save models": keep_models})
+    asked = {f"--{name}": str(value) for name, value in vars(options).items()
+             if name != "local_rank"}
+    asked |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
+    join.join(asked | {"--tasks": list(map(str, tasks)), "--init_from": init_from,
+                       "save models": keep_models})
     opened = dist.together(lambda: _open(options, overrides, tasks, init_from))
     lines, values, longest = opened.pop("lines"), opened["deepspeed"], opened.pop("longest")
     kernels = join.agreed_kernels(lambda: [kernel_table.in_a_line(join.kernel_choices(
