@@ -70,7 +70,8 @@ def test_a_kernel_that_fails_on_one_node_ends_the_run_on_all(tmp_path):
                         script)
     assert codes == [2, 2] and "check passed" not in text, text
     assert text.count("error: rank 1 on node1: attention: the fused kernel fails its check on "
-                      "node1, cpu: its process ends with SIGABRT\nCUDA error: an illegal memory access") == 1, text
+                      "node1, cpu: its process ends with SIGABRT\nCUDA error: an illegal memory "
+                      "access") == 1, text
     assert "--model.attention=dense in pretraining" in text
     kept, = tmp_path.rglob("kernels.json")
     assert kept.parts[-3] == "node0" and "largest error 1.0e-06" in kept.read_text()
