@@ -148,8 +148,10 @@ def _stage_speed(args, text: Path, model: Path, documents_are: str) -> dict:
     from deberta_ds.corpus.documents import ReadOptions, plan_units
     from deberta_ds.corpus.readers import read_unit
     from deberta_ds.corpus.tokenize import CleanOptions, tokenize_unit
+    from deberta_ds.tokenizer import Tokenizer
     from deberta_ds.tokenizer.text import normalise
 
+    tokenizer = Tokenizer(model)
     read, target = ReadOptions(documents=documents_are), args.scratch / "speed"
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     totals = dict.fromkeys(("list", "numpy", "stage"), 0.0)
@@ -160,7 +162,7 @@ def _stage_speed(args, text: Path, model: Path, documents_are: str) -> dict:
                 "numpy": lambda docs=documents: [processor.encode(text, return_type="numpy")
                                                  for text in docs],
                 "stage": lambda args=(number, unit): tokenize_unit(
-                    *args, [str(target)], str(model), read, CleanOptions(), 0.0, "")}
+                    *args, [str(target)], tokenizer, read, CleanOptions(), 0.0, [])}
         best = dict.fromkeys(ways, float("inf"))
         for _ in range(5):  # the ways take turns within each unit
             for way, work in ways.items():

@@ -84,11 +84,12 @@ def raw_tokens(fast, documents: list[str], threads: int = 1) -> int:
 
 def one_core(directory: Path, paths: list[Path], scratch: Path, turns: int) -> dict:
     """Return the speeds of one core and their ratios, the ways in turns."""
-    fast, units = load(directory), [plan_units([str(path)], READ, 1 << 40)[0] for path in paths]
+    fast, tokenizer = load(directory), Tokenizer(directory)
+    units = [plan_units([str(path)], READ, 1 << 40)[0] for path in paths]
     bests, shares, tokens, num_bytes = [], [], 0, 0
     tiny = scratch.parent / "tiny.jsonl"
     write_atomic(tiny, '{"text": "what is loaded once"}\n')
-    tokenize_unit(0, plan_units([str(tiny)], READ)[0], [str(scratch)], str(directory), READ,
+    tokenize_unit(0, plan_units([str(tiny)], READ)[0], [str(scratch)], tokenizer, READ,
                   CleanOptions(), 0.0, [])
     engine = SentencePieceEngine if directory.is_file() else FastEngine
     encode, library = engine.encode_joined, [0.0]
@@ -112,7 +113,7 @@ def one_core(directory: Path, paths: list[Path], scratch: Path, turns: int) -> d
                        for begin in range(0, len(documents), _BATCH))
 
         def stage(number=number) -> int:
-            result = tokenize_unit(number, units[number], [str(scratch)], str(directory), READ,
+            result = tokenize_unit(number, units[number], [str(scratch)], tokenizer, READ,
                                    CleanOptions(), 0.0, [])
             return sum(shard["tokens"] for shard in result["shards"][0])
 

@@ -25,12 +25,14 @@ def main() -> None:
     from deberta_ds.corpus.filters import try_filters
     from deberta_ds.corpus.outputs import fetch, output
     from deberta_ds.report.small_pages import write_filters_page
+    from deberta_ds.tokenizer import Tokenizer
 
     rules = read_rules(args.filters)
+    tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache)) if args.tokenizer else None
     units, read = plan(args, args.out)
     with output(args.out, cache=args.cache, part=args.part) as out:
         report = try_filters(units, out, rules, read=read, workers=args.workers, part=args.part,
-                             tokenizer=args.tokenizer and fetch(args.tokenizer, cache=args.cache))
+                             tokenizer=tokenizer)
         if report:
             page = write_filters_page(out).name
     if report is None:

@@ -36,7 +36,7 @@ def main() -> None:
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.release.reader import check_same, read_tokenizer
     from deberta_ds.tokenizer import Tokenizer
-    from deberta_ds.training.setup import held_out_sequences
+    from deberta_ds.training.inputs import held_out_sequences
 
     device = torch.device("cuda" if count_gpus() else "cpu")
     state, run = find.load_whole_state(options.run)

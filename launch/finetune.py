@@ -36,9 +36,8 @@ def main() -> None:
 
     values = vars(given)
     task, init_from, unsaved = (values.pop(name) for name in ("task", "init_from", "no_save_model"))
-    opened = options.open_task(task)
-    finetune([opened], settings=overrides, init_from={opened.name: init_from} if init_from else {},
-             save_models=not unsaved, show_scores=True, **values)
+    finetune(task, settings=overrides, init_from=init_from, save_models=not unsaved,
+             show_scores=True, **values)
     dist.destroy()
 
 

@@ -14,6 +14,7 @@ replaced.
 import argparse
 import json
 import os
+from hashlib import sha256
 
 from deberta_ds.base.command_line import local_path, natural, parser_for
 from deberta_ds.base.errors import exit_cleanly
@@ -57,13 +58,18 @@ def main() -> None:
     from deberta_ds.cluster.launcher import rank_variables
     from deberta_ds.evaluate import pair_scores
     from deberta_ds.evaluate.pairs import read_pairs, sample_pairs
+    from deberta_ds.release.reader import checkpoint_of
     from deberta_ds.report.small_pages import pairs_page
+    from deberta_ds.training.check import check_alike
 
     if (rank_variables(os.environ) | os.environ).get("WORLD_SIZE") != "1":  # None: MPI knows it
-        from deberta_ds.engine.engine import init_distributed
+        from deberta_ds.training.join import join
 
-        init_distributed()
-    pairs, model = dist.together(lambda: (read_pairs(options.data), load(options.model)))
+        join({f"--{name}": value for name, value in vars(options).items() if name != "local_rank"})
+    # Of a run in training there may be a newer checkpoint a moment later.
+    place = dist.broadcast_object(dist.together(lambda: checkpoint_of(options.model)))
+    pairs, model = dist.together(lambda: (read_pairs(options.data), load(place)))
+    check_alike(model.identity() | {"hash of the pairs": sha256(repr(pairs).encode()).hexdigest()})
     if options.sample:
         pairs = sample_pairs(pairs, options.sample, options.seed)
     scored = dist.together(lambda: pair_scores.score_pairs(model, pairs, options.scoring))

@@ -39,16 +39,22 @@ def main() -> None:
     given = parser.parse_args()
 
     from deberta_ds.cluster import dist
-    from deberta_ds.engine.engine import init_distributed
-    from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
+    from deberta_ds.engine.engine import local_device
+    from deberta_ds.finetuning.directory import Finetuned, find_finetuned, load_finetuned
     from deberta_ds.finetuning.predict_file import predict_file
     from deberta_ds.finetuning.settings import check_truncation
+    from deberta_ds.training.join import join
 
-    saved = load_finetuned(find_finetuned(given.model))
-    if given.truncation:
+    join({f"--{name}": value for name, value in vars(given).items() if name != "local_rank"})
+
+    def load() -> Finetuned:
+        saved = load_finetuned(find_finetuned(given.model))
+        if not given.truncation:
+            return saved
         check_truncation(saved.task, given.truncation)
-        saved = replace(saved, settings=replace(saved.settings, truncation=given.truncation))
-    device = init_distributed()
+        return replace(saved, settings=replace(saved.settings, truncation=given.truncation))
+
+    saved, device = dist.together(load), local_device()
     if dist.is_main() and saved.failure:
         print(f"warning: the run that trained {given.model} failed: {saved.failure}",
               file=sys.stderr)

@@ -11,10 +11,12 @@ import argparse
 import os
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 from deberta_ds.base.command_line import parser_for
-from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.base.errors import UserError, exit_cleanly
 
+_JOIN_SECONDS = 8.0
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -44,9 +46,13 @@ def main() -> int:
     if not (options.config and options.deepspeed_config):
         parser.error("--config and --deepspeed_config are needed")
     check_environment(os.environ | rank_variables(os.environ))
-    run, origins = run_config.load(options.config, overrides,
-                               partial(shape.complete, resume=options.resume))
-    ds_values = ds_config.load(options.deepspeed_config)
+    try:
+        run, origins = run_config.load(options.config, overrides,
+                                       partial(shape.complete, resume=options.resume))
+        ds_values = ds_config.load(options.deepspeed_config)
+    except UserError as error:
+        error.on_every_rank = not tell_the_others()
+        raise
 
     from deberta_ds.cluster import dist  # heavy imports only after the configs are known to be good
     from deberta_ds.training import loop, rehearsal
@@ -59,6 +65,22 @@ def main() -> int:
         code = loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins)
     dist.destroy()
     return code
+
+
+def tell_the_others() -> bool:
+    """Join the group, where the other ranks of a job hear that this one fails; return whether there
+    are any.
+    """
+    from deberta_ds.cluster.launcher import rank_variables
+
+    if int((os.environ | rank_variables(os.environ)).get("WORLD_SIZE", 1)) == 1:
+        return False
+    from deberta_ds.engine.engine import init_distributed
+
+    joining = Thread(target=init_distributed, daemon=True)  # they may have failed before
+    joining.start()
+    joining.join(_JOIN_SECONDS)
+    return True
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from deberta_ds.base.command_line import parser_for
-from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main(about: str = __doc__, is_suite: bool = False) -> None:
@@ -45,39 +45,11 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
     values = vars(given)
     names, init_from, save_models, other = (
         values.pop(name) for name in ("tasks", "init_from", "save_models", "compare"))
-    compare = read_results(other) if other else None
-    tasks = tuple(map(options.open_task, names))
     suite = values.pop("suite", None)
-    tasks = tasks or tuple(task for task in SUITES[suite] if task.predicted_by is None)
-    finetune(tasks, settings=overrides, init_from=pairs(init_from, [task.name for task in tasks]),
-             save_models=save_models, compare=compare, compare_with=other, **values)
+    names = names or [task.name for task in SUITES[suite] if task.predicted_by is None]
+    finetune(names, settings=overrides, init_from=init_from, save_models=save_models,
+             compare_with=other, **values)
     dist.destroy()
-
-
-def pairs(texts: list[str], tasks: list[str]) -> dict[str, str]:
-    """Return {task name: directory} of "TASK=DIR" texts; a name in any case."""
-    names = {task.lower(): task for task in tasks}
-    found = {}
-    for text in texts:
-        name, separator, directory = text.partition("=")
-        if not separator:
-            raise UserError(f"--init_from {text}: write TASK=DIR")
-        if (name := names.get(name.lower(), name)) in found:
-            raise UserError(f"--init_from {text}: {name} starts from {found[name]} already")
-        found[name] = directory
-    return found
-
-
-def read_results(out: Path) -> dict:
-    """Return another sweep's results.json."""
-    from deberta_ds.base.json_files import read_json
-    from deberta_ds.report.rundata import read_sweep
-
-    path = out / "results.json"
-    if not path.is_file():
-        raise UserError(f"--compare {out}: no results.json there; finish that sweep first")
-    read_sweep(path)  # checks it
-    return read_json(path)
 
 
 if __name__ == "__main__":

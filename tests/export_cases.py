@@ -7,6 +7,7 @@ import torch
 from data_helpers import tokenizer_path
 from torch import nn
 
+from deberta_ds.base.files import read_file
 from deberta_ds.config.run_config import InitConfig, RunConfig, from_dict
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.initialize import initial_tensors
@@ -53,7 +54,7 @@ def make_release(family: str, kind: str = "rtd", **objective) -> Release:
     """Return a random release: generator and discriminator, or a masked LM."""
     run = run_config(family, kind, **objective)
     release = release_of_state(random_state(build_model(run)), run)
-    release.tokenizer_files = {"spm.model": Path(tokenizer_path())}
+    release.tokenizer_files = {"spm.model": read_file(tokenizer_path())}
     return release
 
 

@@ -31,7 +31,9 @@ from deberta_ds.cluster.watchdog import TICKS, Watchdog  # noqa: E402
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine  # noqa: E402
 from deberta_ds.training.bad_steps import WINDOW, SpikeRule  # noqa: E402
-from deberta_ds.training.setup import batches_of, join_group, open_run  # noqa: E402
+from deberta_ds.training.inputs import batches_of  # noqa: E402
+from deberta_ds.training.join import join_group  # noqa: E402
+from deberta_ds.training.start import open_run  # noqa: E402
 from deberta_ds.training.step import count_over_ranks, seed_step, train_step  # noqa: E402
 
 MODEL = {"hidden_size": 256, "num_layers": 6, "num_heads": 4, "intermediate_size": 1024}

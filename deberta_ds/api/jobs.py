@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.json_files import read_json
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import BEST
 from deberta_ds.cluster import dist, signals
@@ -27,9 +28,10 @@ from deberta_ds.finetuning.directory import MODEL, find_finetuned, load_finetune
 from deberta_ds.finetuning.predict_file import predict_file, scores_file
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.release import shape
-from deberta_ds.release.convert import Summary, convert, seal
+from deberta_ds.release.convert import Summary, convert
 from deberta_ds.report import run_pages
 from deberta_ds.report.model_card import Publisher, check_publisher, write_card
+from deberta_ds.report.rundata import read_sweep
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 from deberta_ds.training import loop, meters
 
@@ -111,13 +113,14 @@ class FinetuningResult:
 
 def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: str | Path, *,
              settings: Mapping[str, Any] | Sequence[str] = (),
-             init_from: Mapping[str, str] | None = None, save_models: bool = True,
-             show_scores: bool = False, compare: dict | None = None,
-             compare_with: Path | None = None, **given: Any) -> FinetuningResult:
+             init_from: Mapping[str, str] | Sequence[str] | str = "", save_models: bool = True,
+             show_scores: bool = False, compare_with: Path | None = None, **given: Any
+             ) -> FinetuningResult:
     """Fine-tune a model on one or several tasks; finished (task, seed) runs in `out` are reused.
 
     tasks: names of SuperGLUE or GLUE tasks, or TOML files of your own (docs/how-to/fine-tune.md).
-    model: as `load`. settings: {"epochs": 3, "RTE.learning_rate": 1e-5}. `given` are the options of
+    model: as `load`. settings: {"epochs": 3, "RTE.learning_rate": 1e-5}. init_from: {task:
+    fine-tuned directory}, or one for the only task. `given` are the options of
     launch/finetune.py: seeds, data, config, deepspeed_config, max_bad, ... Call it on every rank.
 
     Examples:
@@ -138,17 +141,27 @@ def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: s
     if known.seeds < 1:
         raise UserError(f"finetune: seeds = {known.seeds}: must be at least 1")
     named = [tasks] if isinstance(tasks, str | Path) else tasks
-    opened = tuple(task if isinstance(task, Task) else options.open_task(str(task))
-                   for task in named)
-    plan = options.build_sweep(known, list(settings), opened, dict(init_from or {}), save_models,
-                               show_scores=show_scores)
+    plan = options.build_sweep(
+        known, list(settings), [str(task) if isinstance(task, Path) else task for task in named],
+        init_from, save_models, show_scores=show_scores)
+    compare = dist.together(lambda: read_results(compare_with) if compare_with else None)
     results = sweep.run_all(plan)
     summary = sweep.summarize(plan.tasks, results)
-    options.say("\n" + sweep.table(summary, compare))
     if dist.is_main():
-        whole = {"model": known.model, "data": known.data} | summary | {"runs": results}
+        runs, summary = sweep.merged(plan, results)
+        options.say("\n" + sweep.table(summary, compare))
+        whole = {"model": known.model, "data": known.data} | summary | {"runs": runs}
         print(run_pages.write_results(known.out, whole, [compare_with] if compare_with else []))
     return FinetuningResult(summary, results, known.out)
+
+
+def read_results(out: Path) -> dict:
+    """Return another sweep's results.json."""
+    path = out / "results.json"
+    if not path.is_file():
+        raise UserError(f"--compare {out}: no results.json there; finish that sweep first")
+    read_sweep(path)  # checks it
+    return read_json(path)
 
 
 @dataclass(frozen=True)
@@ -209,10 +222,6 @@ def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = N
     publisher = Publisher(license, *([value] if isinstance(value, str) else value
                                      for value in (language, dataset)))
     check_publisher(run, publisher)
-    summary = convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx, precision=precision)
-    out = Path(out)
-    try:
-        write_card(run, out, summary, repository, publisher)
-    finally:
-        seal(out)
-    return summary
+    return convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx, precision=precision,
+                   finish=lambda fresh, summary: write_card(run, fresh, summary,
+                                                            repository or str(out), publisher))

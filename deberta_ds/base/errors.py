@@ -105,13 +105,15 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def refuse_pipe(path: str | Path) -> None:
-    """Raise UserError for a pipe: who opens one waits, for ever if nobody is at its other end."""
+    """Raise UserError for a pipe, of which nobody may be at the other end, and for a device, which
+    may never end.
+    """
     try:
-        is_pipe = stat.S_ISFIFO(os.stat(path).st_mode)
+        mode = os.stat(path).st_mode
     except (OSError, ValueError):  # said by whoever opens it
         return
-    if is_pipe:
-        raise UserError(f"{path}: is a pipe; give a file")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UserError(f"{path}: is a pipe or a device; give a file")
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
@@ -217,6 +219,10 @@ def _run(main: Callable[[], int | None]) -> int | str | None:
     try:
         return main() or 0
     except SystemExit as done:  # of argparse
+        for frame, _ in traceback.walk_tb(done.__traceback__):
+            if str(frame.f_globals.get("__name__")).startswith("own_"):  # base/own_code.py
+                raise UserError(f"{frame.f_code.co_filename}: {frame.f_code.co_name} ends the "
+                                "program (SystemExit); raise an error of its own there") from done
         return done.code
 
 
@@ -225,6 +231,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt) or _interrupts:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
+    alarm = sys.modules.get("deberta_ds.cluster.alarm")  # not imported here: it imports torch
     unnamed = isinstance(error, OSError) and not error.filename  # a write to a file that was open
     output_problem = _output_problem() if unnamed else None
     if isinstance(output_problem, BrokenPipeError):  # as in `show.py ... | head -1`
@@ -232,12 +239,20 @@ def _report(error: BaseException) -> int:
     message = _system_message(output_problem, "standard output") if output_problem \
         else user_message(error)
     if message is None:
+        if alarm and alarm.was_heard():  # a collective that another rank has left
+            return EXIT_USER_ERROR
+        if alarm:
+            alarm.sound(f"{type(error).__name__}: {first_line(error)}")
         raise error
     if sys.flags.dev_mode:
         traceback.print_exception(error)
     on_every_rank = getattr(error, "on_every_rank", False)
-    if not (on_every_rank and os.environ.get("RANK", "0") != "0"):
+    is_said = os.environ.get("RANK", "0") != "0" if on_every_rank else (
+        alarm and not alarm.is_first())
+    if not is_said:
         print(f"error: {as_typed(message)}", file=sys.stderr, flush=True)
+    if alarm:
+        alarm.sound(message)
     return EXIT_USER_ERROR
 
 

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import xxhash
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, naming
 
 _HOST = f"{zlib.crc32(socket.gethostname().encode()) % 0x1000:03x}"
 _OLD_SECONDS = 60.0  # of a file of another host, whose lock may not be seen from here
@@ -96,6 +96,26 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
     """Write `data` (text as UTF-8) to `path`, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+class ReadFile(NamedTuple):
+    """A file as it was read, once: who uses it, names it and copies it means these bytes."""
+
+    path: Path
+    data: bytes
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+def read_file(path: str | Path) -> ReadFile:
+    """Return a whole file; UserError names it."""
+    with naming(path):
+        return ReadFile(Path(path), Path(path).read_bytes())
 
 
 def cache_directory(path: str | Path) -> Path:

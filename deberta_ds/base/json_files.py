@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import ReadFile, read_file
 
 _LARGEST = 1 << 100  # what a double, and so every computation with it, takes without overflow
 
@@ -39,13 +40,11 @@ def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
     return values
 
 
-def read_json(path: str | Path) -> dict:
+def read_json(path: str | Path | ReadFile) -> dict:
     """Return the JSON object of a file; UserError if it is missing, damaged or something else."""
-    path = Path(path)
     try:
-        with naming(path):
-            data = path.read_bytes()
-        values = parse_json(data)
+        file = path if isinstance(path, ReadFile) else read_file(path)
+        values = parse_json(file.data)
     except UserError as error:
         raise UserError(f"{path}: cannot be read ({str(error).removeprefix(f'{path}: ')})"
                         ) from None

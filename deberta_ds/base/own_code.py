@@ -3,12 +3,17 @@
 A relative path is looked up from the working directory. What is hashed are the bytes that run.
 """
 
+import ast
 import hashlib
+import importlib.util
 import inspect
+import os
 import re
+import site
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -72,7 +77,7 @@ def call(function: Callable, name: str, text: str) -> Any:
     """Return `function(text)`; OwnCodeError for what it raises, with the line."""
     try:
         return function(text)
-    except Exception as error:  # whatever a user's code may raise
+    except (Exception, SystemExit) as error:  # whatever a user's code may raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise OwnCodeError(f"{name} failed on this document: {type(error).__name__}: {error} "
                            f"({frame.filename}, line {frame.lineno})") from error
@@ -90,13 +95,45 @@ def _module(key: str, file: str) -> tuple[ModuleType, str]:
         raise UserError(f"{key}: {file}: no such file in {Path.cwd()}; write its path from there, "
                         "or a whole one")
     source = path.read_bytes()
-    sha256 = hashlib.sha256(source).hexdigest()
+    sha256 = _digest(source, {file})
     module = ModuleType(f"own_{path.stem}_{sha256[:12]}")
     module.__file__ = file
     sys.modules[module.__name__] = module  # dataclasses and pickle look there
     try:
         exec(compile(source, file, "exec"), vars(module))
-    except Exception as error:  # whatever a user's code may raise
+    except (Exception, SystemExit) as error:  # whatever a user's code may raise
         raise UserError(f"{key}: {file} cannot be loaded ({type(error).__name__}: {error}); "
                         "fix it") from error
     return module, sha256
+
+
+def _digest(source: bytes, seen: set[str]) -> str:
+    """Return the sha256 of code, and of the modules that it imports from outside of the installed
+    packages, if there are any.
+    """
+    digest = hashlib.sha256(source)
+    for name in _imported(source):
+        with suppress(ImportError, ValueError, AttributeError):
+            spec = importlib.util.find_spec(name)
+            file = spec.origin if spec else None
+            if file and file.endswith(".py") and file not in seen and not _is_installed(file):
+                seen.add(file)
+                digest.update(f"{name} {_digest(Path(file).read_bytes(), seen)}".encode())
+    return digest.hexdigest()
+
+
+def _imported(source: bytes) -> list[str]:
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError):  # said when it is run
+        return []
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return sorted(names)
+
+
+def _is_installed(file: str) -> bool:
+    """Return whether a module belongs to Python, an installed package or this project."""
+    path = os.path.realpath(file)
+    roots = {sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), *site.getsitepackages()}
+    return any(path.startswith(os.path.realpath(root) + os.sep) for root in roots)

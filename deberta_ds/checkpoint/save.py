@@ -17,7 +17,8 @@ import os
 import shutil
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import xxhash
 from torch import Tensor
 
 from deberta_ds.base.errors import user_message
-from deberta_ds.base.files import sync_directory, write_atomic, xxh3
+from deberta_ds.base.files import ReadFile, sync_directory, write_atomic, xxh3
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import BEST, RUN_FILE
 from deberta_ds.checkpoint.saved_state import (
@@ -80,14 +81,14 @@ def save(engine, out_dir: str | Path, record: Any, keep: int) -> Path:
 
 
 def begin_save(engine, out_dir: str | Path, record: Any, keep: int,
-               tokenizer: dict[str, Path] | None = None, *, in_background: bool = False,
+               tokenizer: Mapping[str, ReadFile] | None = None, *, in_background: bool = False,
                is_best: bool = False, is_spared: Callable[[Path], bool] = lambda path: False
                ) -> Save:
     """Begin a checkpoint of the engine's state; call on every rank, between two steps.
 
-    `record`, a dataclass with the step, goes into run.json, the tokenizer's files {name: path} next
-    to it. All but the newest `keep` checkpoints, the best one and those that `is_spared` names on
-    rank 0 will be deleted. An optimizer on NVMe is always written in the foreground.
+    `record`, a dataclass with the step, goes into run.json, the tokenizer's files, as they were
+    read, next to it. All but the newest `keep` checkpoints, the best one and those that `is_spared`
+    names on rank 0 will be deleted. An optimizer on NVMe is always written in the foreground.
     """
     one = Save(find.path_of(out_dir, record.step), keep, is_best, is_spared)
     if dist.is_main():
@@ -97,11 +98,11 @@ def begin_save(engine, out_dir: str | Path, record: Any, keep: int,
         return one
     layout = layout_of(engine)
     described, tensors = described_tensors(engine, layout), tensors_of_rank(engine, layout)
-    small: dict[str, str | Path] = {}
+    small: dict[str, str | bytes] = {}
     if dist.is_main():
         small = {RUN_FILE: json.dumps(asdict(record), indent=1) + "\n",
                  find.LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n",
-                 **(tokenizer or {})}
+                 **{name: file.data for name, file in (tokenizer or {}).items()}}
     in_background = in_background and not is_on_disk(engine)
     copies: list[tuple[str, Tensor]] = []
     if in_background:
@@ -149,16 +150,23 @@ def finish_save(one: Save) -> Path:
 
 def _empty(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # the remains of a save that was killed
-    path.mkdir(parents=True)
+    if path.exists():  # some may stay: a file that is open over NFS, or of another user
+        aside = path.with_name(f"{path.name.replace('step-', 'remains-')}-{os.getpid()}")
+        with suppress(OSError):
+            path.rename(aside)
+    path.mkdir(parents=True, exist_ok=True)
+    if left := [name for name in os.listdir(path) if not name.startswith(".")]:
+        raise OSError(errno.EACCES, f"cannot be emptied of what a killed save has left ({left[0]});"
+                      " delete it", str(path))
 
 
-def _write_my_files(one: Save, described: list, tensors, small: dict[str, str | Path]) -> None:
-    """Write this rank's tensors, and `small`: texts, and files that are copied."""
+def _write_my_files(one: Save, described: list, tensors, small: dict[str, str | bytes]) -> None:
+    """Write this rank's tensors, and `small` files."""
     name = rank_file(dist.rank())
     one.entries[name] = write_stream(one.path / name, described, tensors)
     for name, content in small.items():
         file = one.path / name
-        write_atomic(file, content.read_bytes() if isinstance(content, Path) else content)
+        write_atomic(file, content)
         one.entries[name] = {"bytes": file.stat().st_size, "xxh3": xxh3(file)}
 
 

@@ -10,16 +10,19 @@ kill the next round, or the next start, copies the rest. Nothing here ends a run
 """
 
 import json
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import xxhash
 
-from deberta_ds.base.errors import first_line
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import parse_json, read_json
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import BEST
 from deberta_ds.checkpoint.save import is_permanent, outdated
@@ -28,8 +31,55 @@ from deberta_ds.data import remote
 from deberta_ds.tracking.records import METRICS_FILE
 from deberta_ds.tracking.trackers import MLFLOW_RUN_FILE, WANDB_RUN_FILE
 
+OWNER = "upload.json"  # in OUT and at the URL
 _CHUNK_BYTES = 1 << 26
 _SMALL_FILES = (METRICS_FILE, "config.json", WANDB_RUN_FILE, MLFLOW_RUN_FILE)
+
+
+def check_owner(out_dir: str | Path, url: str, resume: str, *, claims: bool) -> None:
+    """UserError if what is at train.upload is another run's; else, with `claims`, it is this one's.
+
+    A run is known by a number of its own in OUT/upload.json and at the URL. What version 0.2.0 has
+    put there is known by a checkpoint that is here, too. A run that begins from the URL goes on.
+    """
+    own, (system, root) = Path(out_dir) / OWNER, remote.file_system(url.rstrip("/"))
+    system.invalidate_cache()
+    mine = read_json(own).get("run") if own.is_file() else None
+    there = _owner_at(system, f"{root}/{OWNER}")
+    begins_there = resume.startswith(url.rstrip("/"))
+    if there is None:
+        known = [path for path in find.list_finished(out_dir) if _is_same(
+            system, f"{root}/{find.DIRECTORY}/{path.name}/{find.MANIFEST}", path)]
+        with suppress(FileNotFoundError):
+            if not (known or begins_there) and system.find(f"{root}/{find.DIRECTORY}"):
+                there = "a run that has no checkpoint in common with this one"
+    if there is not None and there != mine and not begins_there:
+        raise UserError(f"train.upload = {url}: is another run's ({there}), whose checkpoints this "
+                        f"one would replace; set another URL, or --resume {url} to go on from it "
+                        "if its out_dir is lost")
+    if claims and (there is None or mine != there):
+        mine = there or mine or os.urandom(8).hex()
+        write_atomic(own, json.dumps({"run": mine, "url": url}) + "\n")
+        if there is None:
+            remote.put(system, f"{root}/{OWNER}", own)
+            if (first := _owner_at(system, f"{root}/{OWNER}")) != mine:
+                raise UserError(f"train.upload = {url}: another run ({first}) begins there at the "
+                                "same moment; set another URL")
+
+
+def _owner_at(system, place: str) -> str | None:
+    try:
+        return str(parse_json(system.cat_file(place))["run"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        return "unknown"
+
+
+def _is_same(system, place: str, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return system.cat_file(place) == (path / find.MANIFEST).read_bytes()
+    return False
 
 
 class Uploads:

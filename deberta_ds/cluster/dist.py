@@ -4,12 +4,14 @@ Everything also works in a single process that never initialized a process group
 """
 
 import os
+import socket
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError, user_message
+from deberta_ds.cluster import alarm
 
 _left_gloo = False
 
@@ -112,7 +114,8 @@ def all_reduce(values: Tensor, group=None) -> None:
 
 
 def together(function):
-    """Return `function()`; if the user's doing stops any rank, raise that UserError on every rank.
+    """Return `function()`; if the user's doing stops any rank, raise that UserError on every rank,
+    with the name of the rank unless all say the same.
 
     Without this, the ranks that were spared would wait in their next collective for ever.
     """
@@ -123,9 +126,12 @@ def together(function):
         problem = user_message(error)
         if problem is None:
             raise
-    problems = [text for text in gather_objects(problem) if text is not None]
-    if problems:
-        common = UserError(problems[0])
+    problems = gather_objects(problem and (problem, socket.gethostname()))
+    if any(problems):
+        number = next(number for number, one in enumerate(problems) if one)
+        text, host = problems[number]
+        alike = all(one and one[0] == text for one in problems)
+        common = UserError(text if alike or number == 0 else f"rank {number} on {host}: {text}")
         common.on_every_rank = True
         raise common
     return value
@@ -142,6 +148,7 @@ def destroy() -> None:
     global _left_gloo
     if is_distributed():
         barrier()
+        alarm.end()
         _left_gloo = has_gloo_threads()
         torch_dist.destroy_process_group()
 

@@ -1,10 +1,10 @@
 """The parts of a run that may be code of one's own (docs/how-to/extend.md): where, how called."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from deberta_ds.base import own_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import is_own
+from deberta_ds.base.own_code import is_own, split
 from deberta_ds.config.run_config import RunConfig
 
 _TAKES = {
@@ -37,6 +37,18 @@ def digests(run: RunConfig) -> dict[str, str]:
     if is_own(run.objective.kind):
         used.append(("objective.kind", run.objective.kind))
     return {value: own_code.digest(key, value) for key, value in used}
+
+
+def check_same(run: RunConfig, known: Mapping[str, str], place: str) -> None:
+    """Raise UserError if code of one's own that decides what a model computes or is scored by is
+    not what it was when the checkpoint at `place` was saved, with the digests `known`.
+    """
+    unused = (run.optim.schedule, run.optim.name)  # of training alone
+    for value, digest in digests(run).items():
+        if value not in unused and known.get(value, digest) != digest:
+            raise UserError(f"{split(value)[0]}: has changed since {place} was saved (sha256 "
+                            f"{known[value][:12]}..., now {digest[:12]}...); put the former file "
+                            "there")
 
 
 def _functions(run: RunConfig) -> list[tuple[str, str]]:

@@ -9,7 +9,6 @@ whichever is free when no other is at work completes it, with the units of jobs 
 """
 
 import json
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import atomic_path, write_atomic
+from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_duration
 from deberta_ds.config.toml_files import BUILT, Built
 from deberta_ds.corpus.contamination import find_contamination
@@ -124,9 +123,8 @@ class Build:
                        "symbols": read_symbols(wanted.add_tokens), "text_rules": TEXT_RULES_VERSION}
         units = None if given else identified(planned, out)
         with job(out, description, finished=_FINISHED, units=units) as is_done:
-            for name, source in given.files.items() if given and not is_done else ():
-                with atomic_path(out / name) as temporary:
-                    shutil.copyfile(source, temporary)
+            for name, file in given.files.items() if given and not is_done else ():
+                write_atomic(out / name, file.data)
             if not given and not is_done:
                 train_tokenizer(planned, out / SPM if wanted.kind == "unigram" else out, wanted,
                                 read=ReadOptions(), workers=self._workers,

@@ -29,10 +29,11 @@ from deberta_ds.corpus.inputs import (
     line_number,
     open_seekable,
     open_stream,
+    revision_of,
     suffix_of,
 )
 from deberta_ds.corpus.tables import TABLE_KINDS
-from deberta_ds.data.remote import file_system
+from deberta_ds.data.remote import file_system, state_of
 
 # Suffix: kind, as of readers.read_unit.
 _KINDS = {".txt": "text", ".md": "text", ".text": "text", ".warc": "warc", ".wet": "warc",
@@ -180,9 +181,10 @@ def _whole_inputs(name: str, options: ReadOptions, skipped: list[str]
         if options.label_from_directory:
             raise UserError(f"{name}: a Hub dataset has no directories to count by; give "
                             "--label_key, or one corpus for each dataset")
-        count = open_stream(name).num_shards
+        revision = revision_of(name)
+        count = open_stream(name, revision).num_shards
         for index in range(count):
-            yield Extent(name, "stream", index, count), _LARGEST_UNIT
+            yield Extent(name, "stream", index, count, revision), _LARGEST_UNIT
         return
     found = _remote_files(name) if "://" in name else _named_files(name)
     for path, size, state in found:
@@ -226,7 +228,8 @@ def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
 
 def stamp_of(status: os.stat_result) -> str:
     """Return how a local file looks from outside."""
-    return f"{status.st_size} bytes of {status.st_mtime_ns}, inode {status.st_ino}"
+    return (f"{status.st_size} bytes of {status.st_mtime_ns}, inode {status.st_ino}, changed "
+            f"{status.st_ctime_ns}")
 
 
 def _data_names(names: list[str]) -> list[str]:
@@ -258,9 +261,11 @@ def _remote_files(name: str) -> list[tuple[str, int, str]]:
     if not details:
         raise UserError(f"{name}: no such file or directory")
     for detail in details:
+        if detail.get("type") == "other":
+            raise UserError(f"{detail['name']}: is a pipe or a device; give a file")
         if detail.get("size") is None:
             raise UserError(f"{detail['name']}: its server does not say how long it is; fetch it")
-    return [(filesystem.unstrip_protocol(detail["name"]), detail["size"], _remote_state(detail))
+    return [(filesystem.unstrip_protocol(detail["name"]), detail["size"], state_of(detail))
             for detail in details]
 
 
@@ -274,12 +279,6 @@ def _without_notes(paths: list[str], root: str) -> list[str]:
         names.setdefault(directory, []).append(name)
     return [f"{directory}/{name}" for directory, found in names.items()
             for name in _data_names(found)]
-
-
-def _remote_state(detail: dict) -> str:
-    known = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
-    return f"{detail['size']} bytes, " + ", ".join(str(detail[key]) for key in known
-                                                   if key in detail)
 
 
 def input_kind(path: str) -> str | None:

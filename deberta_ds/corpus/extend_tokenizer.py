@@ -48,7 +48,7 @@ def extend_tokenizer(path: str | Path, out: str | Path, symbols: list[str], lear
         bare = {name: files[name] for name in (SPM, NAMES) if name in files}
         old = Tokenizer.of_files(bare, path)
         check_settings(settings | {"added_tokens": {}}, old.pieces(range(old.size)),
-                       dict(old.special_ids), files[SPM])
+                       dict(old.special_ids), files[SPM].path)
     else:
         old = Tokenizer(path)
     specification = deepcopy(old.specification) or json.loads(build_tokenizer_json(old))

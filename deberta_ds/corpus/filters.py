@@ -175,15 +175,15 @@ _TRY_VERSION = 2
 
 
 def try_filters(planned: list[list[Extent]], out: str | Path, rules: FilterRules, *,
-                read: ReadOptions, workers: int = 1, part: Part = None, tokenizer: str = ""
-               ) -> dict | None:
+                read: ReadOptions, workers: int = 1, part: Part = None,
+                tokenizer: Tokenizer | None = None) -> dict | None:
     """Write what the filters would do to OUT/filters.json and return it; None for a part. Tokens
     are counted if there is a tokenizer.
     """
     filters_of(rules)  # a bad function or language is said before any work
     units = identified(planned, out, part)
     description = {"version": _TRY_VERSION, "read": asdict(read), "filters": describe(rules),
-                   "tokenizer": Tokenizer(tokenizer).sha256 if tokenizer else ""}
+                   "tokenizer": tokenizer.sha256 if tokenizer else ""}
     with job(out, description, finished=REPORT, part=part, units=units) as is_done:
         if not is_done:
             jobs = {name: (unit, read, rules, tokenizer) for name, unit in units.items()}
@@ -197,10 +197,10 @@ def try_filters(planned: list[list[Extent]], out: str | Path, rules: FilterRules
     return read_json(Path(out) / REPORT)
 
 
-def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules, tokenizer: str) -> dict:
+def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules,
+                counter: Tokenizer | None) -> dict:
     """Return the tally of one work unit; what cannot be read is dropped as such."""
     filters, tally = filters_of(rules), Tally(rules.examples)
-    counter = Tokenizer(tokenizer) if tokenizer else None
     for document in read_unit(unit, read):
         if document.problem:
             tally.add(document, Verdict("", "unreadable (verify.py says why)"))

@@ -16,6 +16,7 @@ import xxhash
 from deberta_ds.base.errors import UserError, naming, still_at_work
 from deberta_ds.base.files import xxh3
 from deberta_ds.corpus.documents import BAD, Extent, stamp_of
+from deberta_ds.data.remote import remote_state
 
 Part = tuple[int, int] | None  # (i, n): units i, i + n, ... of n parts; None: all, and the end
 Units = dict[str, list[Extent]]  # by their names, 32 hexadecimal digits
@@ -52,13 +53,20 @@ def _content(path: str) -> str:
 
 def check_unchanged(extents: Iterable[Extent]) -> None:
     """Raise UserError for an input that is not the file that it was when the work was planned."""
-    for path, stamp in {extent.path: extent.stamp for extent in extents if extent.stamp}.items():
+    files = {extent.path: extent.stamp or extent.state for extent in extents
+             if extent.stamp or _is_stored(extent.path)}
+    for path, stamp in files.items():
         with naming(path):
-            now = stamp_of(os.stat(path))
+            now = remote_state(path) if _is_stored(path) else stamp_of(os.stat(path))
         if now != stamp:
             raise UserError(
                 f"{path}: changed while this command read it (from {stamp} to {now}); when nothing "
                 "writes to it any more, run the same command again: units of other files are kept")
+
+
+def _is_stored(path: str) -> bool:
+    """Return whether a file lies at a URL; a web server's versions are compared as it is read."""
+    return "://" in path and not path.startswith("http")
 
 
 def extents_of(units: Iterable[list[Extent]], part: Part = None) -> list[Extent]:

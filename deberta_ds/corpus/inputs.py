@@ -8,17 +8,19 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
 from deberta_ds.base.errors import UserError, first_line, refuse_pipe
-from deberta_ds.data.remote import file_system, tried
+from deberta_ds.data.remote import file_system, state_of, tried
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _REMOTE_BYTES = 1 << 22
 _MOST_BYTES = 1 << 22
+_PARTS = 16  # read of a remote file between two looks at its version
 _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
 
 
@@ -72,11 +74,19 @@ def _open_remote(url: str):
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file read by parts, each tried again where a connection breaks."""
+    """A remote file read by parts, each tried again where a connection breaks; all of one version.
+    """
+
+    _parts = 0
 
     def __init__(self, system, path: str, url: str):
         self._system, self._path, self._url, self._position = system, path, url, 0
-        self._size = tried(lambda: system.info(path)["size"], url, lambda size: size is not None)
+        detail = tried(lambda: system.info(path), url, lambda info: info["size"] is not None)
+        self._size, self._state = detail["size"], state_of(detail)
+
+    def _look(self) -> dict:
+        self._system.invalidate_cache()
+        return self._system.info(self._path)
 
     def readable(self) -> bool:
         return True
@@ -97,6 +107,11 @@ class _RemoteFile(io.RawIOBase):
                      lambda data: len(data) == end - begin)
         buffer[: len(data)] = data
         self._position = end
+        self._parts += 1
+        if (end == self._size or self._parts % _PARTS == 0) and state_of(
+                tried(self._look, self._url, bool)) != self._state:
+            raise UserError(f"{self._url}: changed while this command read it; when nothing writes "
+                            "to it any more, run the same command again")
         return len(data)
 
 
@@ -254,14 +269,34 @@ def line_number(path: str, offset: int) -> int:
     return lines
 
 
-def open_stream(name: str):
-    import datasets
+def revision_of(name: str) -> str:
+    """Return the commit of a dataset of the Hub, which all of a job reads; "" where none is known.
+    """
+    from huggingface_hub import HfApi
 
+    path, _, _ = _hub_parts(name)
+    if os.path.exists(path):
+        return ""
+    with suppress(OSError, ValueError):  # said by whoever opens it
+        return HfApi().dataset_info(path).sha or ""
+    return ""
+
+
+def _hub_parts(name: str) -> tuple[str, str | None, str | None]:
     match = re.fullmatch(r"hub:([^@#]+)(?:@([^#]+))?(?:#(.+))?", name)
     if match is None:
         raise UserError(f"{name}: write hub:NAME, hub:NAME@CONFIG or hub:NAME@CONFIG#SPLIT")
     path, config, split = match.groups()
+    return path, config, split
+
+
+def open_stream(name: str, revision: str = ""):
+    """Return a dataset of the Hub at a commit ("": the newest) as a stream."""
+    import datasets
+
+    path, config, split = _hub_parts(name)
     try:
-        return datasets.load_dataset(path, config, split=split or "train", streaming=True)
+        return datasets.load_dataset(path, config, split=split or "train", streaming=True,
+                                     **({"revision": revision} if revision else {}))
     except (OSError, ValueError) as error:
         raise UserError(f"{name}: cannot be opened ({first_line(error)})") from error

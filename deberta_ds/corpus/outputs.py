@@ -6,6 +6,7 @@ finished job is known, another one is refused, and pack.py adds to a corpus. Aft
 the same command goes on from the local directory, which may be removed once the copy is complete.
 """
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ from pathlib import Path
 import xxhash
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import atomic_path, cache_directory
+from deberta_ds.base.files import atomic_path, cache_directory, write_atomic
+from deberta_ds.base.json_files import read_json
 from deberta_ds.corpus.units import PLAN, Part, under_mpi
 from deberta_ds.data import remote
 from deberta_ds.data.shards import MANIFEST
@@ -64,13 +66,29 @@ def fetch(url: str, *, cache: str = CACHE, names: tuple[str, ...] = ("*",)) -> s
     key = xxhash.xxh3_64_hexdigest(url.encode())
     local = cache_directory(cache) / "prepared" / key / url.rpartition("/")[2]
     system, root, found = remote.listed_at(url)
+    # What a manifest names is known by its checksum there; other files by their state at the URL.
+    is_named = any(path.endswith(f"/{MANIFEST}") for path in found)
+    states_file = local.parent / ".states.json"
+    states = read_json(states_file) if states_file.is_file() and not is_named else {}
+    fetched = {}
     for path, info in found.items():
         name, size = path[len(root) + 1 :], info["size"]
         target = local / name if name else local
         if name.startswith(f"{remote.BLOCKS}/") or not any(fnmatch(name, one) for one in names):
             continue
-        if not target.is_file() or target.stat().st_size != size or target.name == MANIFEST:
+        state = remote.state_of(info)
+        if not target.is_file() or target.stat().st_size != size or target.name == MANIFEST or not (
+                is_named or states.get(name) == state):
             _get(system, path, target, size, url)
+            fetched[name] = state
+    if fetched and not is_named:
+        now = remote.listed_at(url)[2]
+        for name, state in fetched.items():
+            path = f"{root}/{name}" if name else root
+            if path not in now or remote.state_of(now[path]) != state:
+                raise UserError(f"{url}: {name or 'it'} changed while it was fetched; run the same "
+                                "command again")
+        write_atomic(states_file, json.dumps(states | fetched))
     return str(local)
 
 

@@ -248,7 +248,8 @@ def _read_records(extent: Extent, options: ReadOptions) -> Iterator[Document]:
 
 def _records_of(extent: Extent, options: ReadOptions, columns: list[str]) -> Iterable[Row]:
     if extent.kind == "stream":
-        stream = open_stream(extent.path).shard(num_shards=extent.end, index=extent.start)
+        stream = open_stream(extent.path, extent.state).shard(
+            num_shards=extent.end, index=extent.start)
         return (Row(number, 0, values) for number, values in enumerate(stream))
     if extent.kind == "warc":
         check_columns(columns, ["text", "url", "id", "language", "date"], extent.path)

@@ -74,7 +74,7 @@ def take_down(corpus: str | Path, names: list[str], out: str | Path, tokenizer: 
         if not is_done:
             units = {shard.name: (str(corpus), str(out), shard, sorted(found.get(shard.name, {})),
                                   {length: plan.shards[number] for length, plan in plans.items()},
-                                  str(tokenizer.path))
+                                  tokenizer.stored_word_starts())
                      for number, shard in enumerate(manifest.shards)}
             results = run_units(out, take_down_shard, units, workers=workers, label="take down")
             assert results is not None, "all units are done, not a part"
@@ -84,7 +84,7 @@ def take_down(corpus: str | Path, names: list[str], out: str | Path, tokenizer: 
 
 
 def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
-                    plans: dict[int, RowShardInfo], tokenizer_path: str) -> dict:
+                    plans: dict[int, RowShardInfo], word_starts: np.ndarray) -> dict:
     """Link or rewrite a shard and its plans; return the fields of their infos, None if empty."""
     if not gone:
         for path in _files_of(corpus, shard.name, plans):
@@ -93,7 +93,6 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
                 "plans": {str(length): asdict(plan) for length, plan in plans.items()},
                 "hard_cuts": {}}
     tokens, ends = open_shard(corpus, shard)
-    word_starts = Tokenizer(tokenizer_path).stored_word_starts()
     cuts = {str(length): -cut_documents(ends, tokens, word_starts, length - FRAME_TOKENS)[2]
             for length in plans}
     table, begins = Origins(corpus).table(shard.name), np.append(0, ends)

@@ -48,7 +48,7 @@ from deberta_ds.data.shards import (
     write_manifest,
 )
 from deberta_ds.tokenizer import Tokenizer, unknown_pieces
-from deberta_ds.tokenizer.segmented import tokenizer_of
+from deberta_ds.tokenizer.segmented import SegmentedTokenizer
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
 SHARD_TOKENS = 1 << 27
@@ -83,7 +83,7 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
     if filters:
         filters_of(filters)  # a bad function or language is said before any work
     if words:
-        tokenizer = tokenizer_of(str(tokenizer.path), words)
+        tokenizer = SegmentedTokenizer(tokenizer, words)
     description = _description(tokenizer, read, clean, share, drop_heldout, searches,
                                filters)
     with ExitStack() as stack:
@@ -94,8 +94,8 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
             work = [f"{out}/{MARKERS}/{side}" for side in range(len(targets))]
             found = [(directory, search.content_hash)
                      for directory, search in zip(leave_out, searches, strict=True)]
-            jobs = {name: (name, unit, work, str(tokenizer.path), read, clean, share,
-                           found, filters, words) for name, unit in units.items()}
+            jobs = {name: (name, unit, work, tokenizer, read, clean, share, found, filters)
+                    for name, unit in units.items()}
             total = Tally(filters.examples) if filters else None
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
                                 part=part, keep=partial(_without_tally, total=total))
@@ -106,6 +106,8 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
             for line in problems:
                 print(f"left out: {line}", file=sys.stderr, flush=True)
             check_unchanged(extents_of(units.values()))
+            for name, content_hash in found:  # they may have been read from for hours
+                _findings.__wrapped__(name, content_hash)
             if filters and total:
                 write_report(out, filters, total, bad_files_of(planned))
             results = _publish(results, work, targets)
@@ -178,12 +180,10 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
         raise UserError("held-out documents are either written or dropped; choose one")
 
 
-def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer_path: str,
+def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer: Tokenizer,
                   read: ReadOptions, clean: CleanOptions, heldout_share: float,
-                  leave_out: list[tuple[str, str]], filters: FilterRules | None = None,
-                  words: str = "") -> dict:
+                  leave_out: list[tuple[str, str]], filters: FilterRules | None = None) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
-    tokenizer = tokenizer_of(tokenizer_path, words)
     tally = Tally(filters.examples) if filters else None
     # A tokenizer of rules of its own is given the raw text: then often nobody asks for this one.
     is_read = not tokenizer.normalizes_itself or bool(
@@ -196,7 +196,7 @@ def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer_p
         writers = [stack.enter_context(_Rolling(target, name, tokenizer, counts))
                    for target in targets]
         for documents in batches(_wanted(unit, read, leave_out, filters, tally, counts,
-                                         tokenizer_of(tokenizer_path))):
+                                         getattr(tokenizer, "plain", tokenizer))):
             texts = cleaner.texts(documents)
             sides = [int(is_held_out(text, heldout_share)) if text else None for text in texts
                      ] if heldout_share or not all(texts) else []
@@ -279,8 +279,12 @@ def _manifest(results: list[dict], side: int, tokenizer: Tokenizer) -> Manifest:
 
 @cache
 def _findings(directory: str, content_hash: str) -> Findings:
-    """Return what a search has found, read once per process and state of the directory."""
-    return Findings(directory)
+    """Return what a search has found, read once per process; UserError if it is another one."""
+    found = Findings(directory)
+    if found.content_hash != content_hash:
+        raise UserError(f"{directory}: changed while this command read it; run it again when "
+                        "nothing writes to it any more")
+    return found
 
 
 class _Rolling:

@@ -76,6 +76,23 @@ def file_system(url: str):
         raise UserError(f"{url}: {error}") from error
 
 
+def state_of(detail: dict) -> str:
+    """Return how a file looks from outside, of what its file system says of it."""
+    known = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
+    return f"{detail['size']} bytes, " + ", ".join(str(detail[key]) for key in known
+                                                   if key in detail)
+
+
+def remote_state(url: str) -> str:
+    """Return `state_of` the file that is at a URL now."""
+    system, path = file_system(url)
+    system.invalidate_cache()
+    try:
+        return tried(lambda: state_of(system.info(path)), url, bool)
+    except FileNotFoundError:
+        return "nothing"
+
+
 def listed_at(url: str) -> tuple[Any, str, dict[str, dict]]:
     """Return the file system and the path of a URL, and all files there; UserError names `url`."""
     try:

@@ -150,6 +150,16 @@ def check(values: dict, place: str) -> None:
     raise_problems(place, sorted(problems) or problems_between(values))
 
 
+def problems_on_this_node(values: dict) -> list[str]:
+    """Return what is wrong with the paths of a DeepSpeed JSON here."""
+    sections = {name: (values.get("zero_optimization", {}).get(name) or {})
+                for name in ("offload_optimizer", "offload_param")}
+    return [f"zero_optimization.{name}.nvme_path = {path!r}: no such directory on this node; make "
+            "it, or name another" for name, section in sections.items()
+            if section.get("device") == "nvme" and (path := section.get("nvme_path"))
+            and not Path(path).is_dir()]
+
+
 def problems_between(values: dict) -> list[str]:
     """Return what is wrong between keys that are right by themselves; the planner asks too."""
     zero = values.get("zero_optimization", {})

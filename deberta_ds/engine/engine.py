@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from deberta_ds.base.errors import UserError, first_line, interrupt, tell
 from deberta_ds.base.numbers import counted
-from deberta_ds.cluster import dist
+from deberta_ds.cluster import alarm, dist
 from deberta_ds.cluster.driver import count_gpus
 from deberta_ds.cluster.launcher import check_environment, meet_mpi, rank_variables
 from deberta_ds.config.options import ConfigError
@@ -105,6 +105,7 @@ def init_distributed() -> torch.device:
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
             f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
             f"({first_line(error)}); {remedy}") from error
+    alarm.begin()
     return device
 
 

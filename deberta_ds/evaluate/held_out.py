@@ -4,7 +4,8 @@ The same rows, masks and samples for every checkpoint and world size, dropout of
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,10 +32,12 @@ Pairs = list[tuple[list[int], list[int]]]  # ids of the good and of the bad sent
 
 @torch.no_grad()
 def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, list[Row]],
-             micro_batch_size: int, metrics: tuple[str, ...] = ()) -> dict[str, float]:
+             micro_batch_size: int, metrics: tuple[str, ...] = (),
+             look: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Return the scores over `rows`, {name of a held-out corpus: its rows}; of several corpora
     also each one's, as "SCORE/NAME". Call on every rank with the same rows, all get the result.
-    `metrics` are functions of one's own, as evaluate.metrics names them.
+    `metrics` are functions of one's own, as evaluate.metrics names them; `look` is called before
+    each micro-batch and may raise.
 
     `model` is the objective's model on `device`, or the DeepSpeed engine around one. Rank r takes
     micro-batches r, r + W, ...; a rank that has run out repeats one without counting it, because
@@ -45,17 +48,26 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
     turns = math.ceil(len(batches) / dist.world_size())
     normalizers = dict.fromkeys(("targets", "tokens"), torch.ones((), device=device))
     parts: dict[str, _Part] = {name: _Part() for name in rows}
-    model.eval()
-    for turn in range(turns):
-        number = turn * dist.world_size() + dist.rank()
-        name, batch = batches[min(number, len(batches) - 1)]
-        _, sums, per_token = model(batch.to(device), normalizers)
-        if number < len(batches):
-            parts[name].add(batch, sums, per_token)
-    model.train()
+    with _evaluating(model):
+        for turn in range(turns):
+            look()
+            number = turn * dist.world_size() + dist.rank()
+            name, batch = batches[min(number, len(batches) - 1)]
+            _, sums, per_token = model(batch.to(device), normalizers)
+            if number < len(batches):
+                parts[name].add(batch, sums, per_token)
     gathered = dist.gather_to_main({name: part.as_arrays() for name, part in parts.items()})
     return dist.broadcast_object(dist.together(
         lambda: None if gathered is None else _scores(objective, gathered, rows, metrics)))
+
+
+@contextmanager
+def _evaluating(model) -> Iterator[None]:
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 def _batches(rows: dict[str, list[Row]], size: int) -> Iterator[tuple[str, Batch]]:
@@ -139,7 +151,8 @@ def open_pairs(run: RunConfig, tokenizer: Tokenizer) -> tuple[Pairs, list[str]]:
 
 @torch.no_grad()
 def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs: Pairs,
-                        paradigms: list[str], tokenizer: Tokenizer) -> dict[str, float]:
+                        paradigms: list[str], tokenizer: Tokenizer,
+                        look: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Return {"minimal_pairs": mean over paradigms of the share won}; call on every rank.
 
     Rank r takes sentences r, r + W, ...; ranks that have fewer repeat one, so that all make the
@@ -150,10 +163,13 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     turns = math.ceil(len(sentences) / ranks)
     mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)] for turn in range(turns)]
     normalizers = dict.fromkeys(("targets", "tokens"), torch.ones((), device=device))
-    model.eval()
-    scores = objective.sentence_scores(lambda batch: model(batch.to(device), normalizers)[1:], mine,
-                                       tokenizer)
-    model.train()
+
+    def forward(batch: Batch):
+        look()
+        return model(batch.to(device), normalizers)[1:]
+
+    with _evaluating(model):
+        scores = objective.sentence_scores(forward, mine, tokenizer)
     by_rank = dist.gather_objects(scores)
     scores = [by_rank[number % ranks][number // ranks] for number in range(len(sentences))]
     won = outcomes(np.array(scores).reshape(-1, 2))

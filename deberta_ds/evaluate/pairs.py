@@ -30,6 +30,7 @@ from deberta_ds.tokenizer.text import BadTextError, normalise
 
 # Scores that differ by less, relatively, are equal: fp32 resolves no more.
 TIE = 1e-6
+_MOST_BYTES = 1 << 28  # of all pairs; BLiMP has 2**24
 _SUFFIXES = (".jsonl", ".txt")
 _ABOUT = ("readme", "license", "licence", "notice", "citation", "manifest", "changelog")
 # BLiMP's files call two paradigms of its paper's (and its results') argument structure so.
@@ -112,18 +113,28 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
                         "data directory")
     elif path.suffix in _SUFFIXES:
         with naming(path):
+            _check_size(path, path.stat().st_size)
             data = path.read_bytes()
         yield str(path), path.name, data
     else:
         try:
             with naming(path), tarfile.open(path) as archive:
-                for member in sorted(archive.getmembers(), key=lambda member: member.name):
+                members = sorted(archive.getmembers(), key=lambda member: member.name)
+                _check_size(path, sum(member.size for member in members if member.isfile()
+                                      and _holds_pairs(Path(member.name))))
+                for member in members:
                     if member.isfile() and _holds_pairs(Path(member.name)):
                         content = archive.extractfile(member)
                         assert content is not None  # of a regular file
                         yield f"{path}, {member.name}", member.name, content.read()
         except tarfile.TarError:
             raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive") from None
+
+
+def _check_size(path: Path, num_bytes: int) -> None:
+    if num_bytes > _MOST_BYTES:
+        raise UserError(f"{path}: holds {num_bytes / 1e9:,.1f} GB of pairs, and at most "
+                        f"{_MOST_BYTES / 1e9:,.1f} are read; give a part of them")
 
 
 def _holds_pairs(file: Path) -> bool:

@@ -3,23 +3,22 @@
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 
-from deberta_ds.base.files import xxh3
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
+from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.encoded import Encoded, encode_split
 from deberta_ds.finetuning.models import Start
 from deberta_ds.finetuning.predict import score_split
 from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import Task
-from deberta_ds.release.tensors import weight_file
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,8 @@ class Job:
     deepspeed: dict  # checked DeepSpeed JSON
     device: torch.device
     diagnostics: Mapping[str, Split] = field(default_factory=dict)
-    init_from: str = ""  # a fine-tuned directory of another task
+    init_from: str = ""  # a fine-tuned directory of another task,
+    initial: Finetuned | None = None  # what was read there, once for all seeds
     keep_model: bool = True
     show_scores: bool = False  # as tables, at the end
     say: Callable[[str], None] = print
@@ -74,19 +74,14 @@ class Job:
             "settings": to_dict(self.settings),
             "start": self.start.name,
             "start_weights": self.start.digest,
+            "shape": to_dict(self.start.config),
+            "tokenizer": self.start.tokenizer.sha256,
             "init_from": self.init_from,
-            "init_weights": _digest_of(self.init_from) if self.init_from else "",
+            "init_weights": self.initial.file_digest if self.initial else "",
             "train": [self.train.source, len(self.train.examples)],
             "val": [self.val.source, len(self.val.examples)],
             "labels_and_texts": self.data_digest,
             "precision": ds_config.precision(self.deepspeed)}
-
-
-@lru_cache
-def _digest_of(directory: str) -> str:
-    """Return a hash of a model's weight file, as it was first seen; "" if it is gone."""
-    file = weight_file(Path(directory))
-    return xxh3(file) if file else ""
 
 
 def digest(task: Task, *splits: Split) -> str:

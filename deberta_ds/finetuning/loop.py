@@ -22,7 +22,7 @@ from deberta_ds.engine.optim import learning_rate
 from deberta_ds.engine.state import check_restorable
 from deberta_ds.finetuning import metrics
 from deberta_ds.finetuning.answers import best_threshold
-from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
+from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.job import Job
 from deberta_ds.finetuning.layouts import class_of
@@ -169,9 +169,8 @@ def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
 def build(job: Job, optim: OptimConfig):
     """Return the engine; says what was kept of another task's head."""
     settings = job.settings
-    start, saved = job.start, None
-    if job.init_from:
-        saved = load_finetuned(job.init_from)
+    start, saved = job.start, job.initial
+    if saved:
         start = start_from(start, saved, job.init_from)
     model = build_model(job.task, start, settings, job.seed)
     if saved is not None:

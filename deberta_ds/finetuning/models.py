@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-import xxhash
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
@@ -28,6 +26,7 @@ from deberta_ds.model.init import init_parameters
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.release.reader import check_same
 from deberta_ds.release.relative_rows import a_row_a_distance
+from deberta_ds.release.tensors import tensors_digest
 from deberta_ds.tokenizer import Tokenizer
 
 RANDOM = "random:"
@@ -45,11 +44,7 @@ class Start:
     @cached_property
     def digest(self) -> str:
         """A hash of the weights: a run's newest checkpoint is another one tomorrow."""
-        found = xxhash.xxh3_128()
-        for name, tensor in sorted((self.weights or {}).items()):
-            found.update(name.encode())
-            found.update(tensor.contiguous().view(torch.uint8).numpy())
-        return found.hexdigest()
+        return tensors_digest(self.weights or {})
 
 
 def open_start(name: str, tokenizer: str | Path | None = None) -> Start:

@@ -4,7 +4,8 @@ Nothing is imported above that takes time: --help and a mistyped option are answ
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from deberta_ds.base.command_line import local_path, natural, positive
 from deberta_ds.base.errors import UserError
@@ -54,17 +55,45 @@ def open_task(name: str) -> "Task":
     return task
 
 
-def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "tuple[Task, ...]",
-                init_from: dict[str, str], keep_models: bool, show_scores: bool = False) -> "Sweep":
+def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Sequence[str | Task]",
+                init_from: "Mapping[str, str] | Sequence[str] | str", keep_models: bool,
+                show_scores: bool = False) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
-    from deberta_ds.engine.engine import check_deepspeed, local_device
+    from deberta_ds.cluster import dist
+    from deberta_ds.engine.engine import local_device
+    from deberta_ds.model.kernels import kernel_table
+    from deberta_ds.training import join
+
+    asked = {f"--{name}": str(value) for name, value in vars(options).items()
+             if name != "local_rank"}
+    asked |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
+    join.join(asked | {"--tasks": list(map(str, tasks)), "--init_from": init_from,
+                       "save models": keep_models})
+    opened = dist.together(lambda: _open(options, overrides, tasks, init_from))
+    lines, values, longest = opened.pop("lines"), opened["deepspeed"], opened.pop("longest")
+    kernels = join.agreed_kernels(lambda: [kernel_table.in_a_line(join.kernel_choices(
+        opened["start"].config, values, length, without=("cross-entropy",)))
+        for length in (1, longest)])
+    for line in (lines[0], f"kernels: {kernels[-1]}", *lines[1:]):
+        say(line)
+    from deberta_ds.finetuning.sweep import Sweep
+
+    return Sweep(
+        **opened, num_seeds=options.seeds, data=options.data or ".", out=options.out,
+        device=local_device(), any_size=options.any_size, max_bad=options.max_bad,
+        predict_test=not options.skip_test, keep_models=keep_models, show_scores=show_scores,
+        say=say)
+
+
+def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]",
+          init_from: "Mapping[str, str] | Sequence[str] | str") -> dict[str, Any]:
+    """Open what all runs have in common; return fields of the sweep, and what is said of them."""
+    from deberta_ds.engine.engine import check_deepspeed
     from deberta_ds.finetuning import settings
     from deberta_ds.finetuning.models import open_start
-    from deberta_ds.finetuning.sweep import Sweep
     from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
-    from deberta_ds.model.kernels import kernel_table
-    from deberta_ds.training.setup import join_with_kernels, kernel_choices
 
+    tasks = tuple(open_task(task) if isinstance(task, str) else task for task in given)
     names = [task.name for task in tasks]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"two tasks are called {twice[0]}, and so are their directories; name it "
@@ -81,22 +110,30 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "tuple
     for task in tasks:
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
-    longest = max(settings.resolve(task, tables).max_length for task in tasks)
     json, values = _deepspeed(options.deepspeed_config)
-    warnings = check_deepspeed(values, json)
-    start = open_start(options.model, options.tokenizer)
+    if isinstance(init_from, str):
+        init_from = {names[0]: init_from} if init_from else {}
+    elif not isinstance(init_from, Mapping):
+        init_from = pairs(init_from, names)
+    return {"tasks": tasks, "settings": tables, "deepspeed": values, "init_from": init_from,
+            "start": open_start(options.model, options.tokenizer),
+            "carved": tuple(task_named(name).name for name in options.carve_train),
+            "longest": max(settings.resolve(task, tables).max_length for task in tasks),
+            "lines": [f"DeepSpeed: {json}", *check_deepspeed(values, json)]}
 
-    kernels = join_with_kernels(lambda: [kernel_table.in_a_line(kernel_choices(
-        start.config, values, length, without=("cross-entropy",))) for length in (1, longest)])
-    for line in (f"DeepSpeed: {json}", f"kernels: {kernels[-1]}", *warnings):
-        say(line)
-    return Sweep(
-        tasks=tasks, num_seeds=options.seeds, start=start,
-        data=options.data or ".", out=options.out, deepspeed=values,
-        device=local_device(), settings=tables,
-        init_from=init_from, carved=tuple(task_named(name).name for name in options.carve_train),
-        any_size=options.any_size, max_bad=options.max_bad, predict_test=not options.skip_test,
-        keep_models=keep_models, show_scores=show_scores, say=say)
+
+def pairs(texts: Sequence[str], tasks: list[str]) -> dict[str, str]:
+    """Return {task name: directory} of "TASK=DIR" texts; a name in any case."""
+    names = {task.lower(): task for task in tasks}
+    found: dict[str, str] = {}
+    for text in texts:
+        name, separator, directory = text.partition("=")
+        if not separator:
+            raise UserError(f"--init_from {text}: write TASK=DIR")
+        if (name := names.get(name.lower(), name)) in found:
+            raise UserError(f"--init_from {text}: {name} starts from {found[name]} already")
+        found[name] = directory
+    return found
 
 
 def _deepspeed(path: str | None) -> tuple[str, dict]:

@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from scipy.special import expit, softmax
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
+from deberta_ds.corpus.documents import stamp_of
 from deberta_ds.finetuning.answers import MARGIN, answer_place
 from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.features import Feature, count_unknown, encode
@@ -33,9 +35,10 @@ from deberta_ds.finetuning.predict import entities_in, predictions_of, score_spl
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.scores import as_text, scores_of
 from deberta_ds.finetuning.submission import as_written
-from deberta_ds.finetuning.tables import Faults, each_row
+from deberta_ds.finetuning.tables import Faults, check_stamp, each_row
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.tokenizer import unknown_pieces
+from deberta_ds.training.check import check_alike
 
 BLOCK_ROWS = 4096
 Row = tuple[str, dict[str, Any] | UserError]
@@ -55,17 +58,31 @@ def predict_file(
     UserError naming the rows that cannot be used where they are more than `max_bad`; then `out` is
     not written.
     """
-    _check_options(data, out, keep)
+    dist.together(lambda: _check_options(data, out, keep))
+    check_alike({f"hash of the model's {name}": digest
+                 for name, digest in saved.identity().items()})
     model = finetuned_model(saved, device)
     task = replace(saved.task, form=replace(saved.task.form, encoding=encoding))
     bad = Faults(max_bad, out.with_name(f"{out.name}.bad_rows.txt"))
     labelled: list[tuple[Example, Prediction]] = []
     unread: list[str] = []  # what is wrong with labels that cannot be read
     count, cut, unknown, began = 0, 0, np.zeros(2, int), time.monotonic()
-    rows = each_row(data, form=task.form)
+    rows, stamp = each_row(data, form=task.form), stamp_of(os.stat(data)) if data.exists() else ""
+
+    def next_block() -> list[Row]:
+        block = list(itertools.islice(rows, BLOCK_ROWS))
+        if stamp:
+            check_stamp(data, stamp)
+        return block
+
     written = atomic_path(out) if dist.is_main() else nullcontext(os.devnull)
     with written as temporary, open(temporary, "w", encoding="utf-8") as file:
-        while block := list(itertools.islice(rows, BLOCK_ROWS)):
+        while True:
+            block = dist.together(next_block)
+            check_alike({f"hash of {data} from row {count:,} on": xxhash.xxh3_128_hexdigest(
+                repr(block).encode("utf-8", "surrogatepass"))})
+            if not block:
+                break
             examples = list(_examples(task, block, count, keep, bad, unread))
             features = encode(task, examples, saved.tokenizer, max_length=max_length,
                               window_overlap=saved.settings.window_overlap,

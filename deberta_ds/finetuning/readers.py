@@ -30,6 +30,7 @@ ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 # The Hub's tables are flat: MultiRC has one row per answer, ReCoRD one per query, labels are class
 # numbers and a label of -1 means none. Source: huggingface/datasets datasets/super_glue.
 HUB = "hub"
+_LEFT_OUT = object()  # no line: one that ignore_labels leaves out
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
@@ -135,11 +136,11 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     total = ignored = 0
     for place, value in lines:
         total += 1
-        ignored += value is None
+        ignored += value is _LEFT_OUT
         try:
             if isinstance(value, UserError):
                 raise value
-            found = [] if value is None else examples_of(task, place, value, split)
+            found = [] if value is _LEFT_OUT else examples_of(task, place, value, split)
             for example in found:
                 name = _name(task, example, split)
                 if name in seen:
@@ -288,8 +289,8 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
 
 
 def table_lines(task: Task, table: str | Path, split: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, line) of a table: the UserError of one that cannot be read, None for one that
-    is left out (of a test table: a line without label). GLUE's test tables have a header.
+    """Yield (place, line) of a table: the UserError of one that cannot be read, _LEFT_OUT for one
+    that is (of a test table: a line without label). GLUE's test tables have a header.
     """
     headless = task.headless if split != "test" else ()
     broken = task.broken_rows if split == "train" else 0
@@ -300,7 +301,7 @@ def table_lines(task: Task, table: str | Path, split: str) -> Iterator[tuple[str
                 raise row
             if is_ignored(task, row):
                 if split != "test":
-                    yield place, None
+                    yield place, _LEFT_OUT
                     continue
                 row = without_label(task, row)
             yield place, to_line(task, place, row, number)

@@ -73,7 +73,7 @@ def _run(job: Job) -> dict:
     trained = train(job)
     began = time.monotonic()
     result = job.identity() | trained | _predict(job, best_model(job.out, trained["best_step"]))
-    result |= {"tests": _digests(job), "world_size": dist.world_size(),
+    result |= {"tests": digests(job), "world_size": dist.world_size(),
                "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
     if job.show_scores:
         for name, found in result["scores"].items():
@@ -102,7 +102,8 @@ def write_result(job: Job, result: dict) -> None:
     dist.on_main(write)
 
 
-def _digests(job: Job) -> dict[str, str]:
+def digests(job: Job) -> dict[str, str]:
+    """Return a digest of each split that is predicted."""
     return {name: digest(split.task, split) for name, split in job.tests.items()}
 
 
@@ -129,7 +130,7 @@ def finished(job: Job) -> dict | None:
         raise UserError(f"{error}; delete {job.out} to run this seed again") from None
     _check_result(job, result)
     _check_same(job, result, job.out / RESULT)
-    for name, found in _digests(job).items():
+    for name, found in digests(job).items():
         if result.get("tests", {}).get(name, found) != found:
             raise UserError(f"{job.out / RESULT}: {job.tests[name].source} has changed since it "
                             f"was predicted; delete {job.out / RESULT} to run it again")
@@ -141,6 +142,8 @@ def _check_same(job: Job, found: dict, place: Path) -> None:
     for key, value in job.identity().items():
         if key == "init_weights" and not value:
             continue  # what it started from is gone
+        if key in ("shape", "tokenizer") and key not in found:
+            continue  # of version 0.2.0
         if found.get(key) != value:
             had, now = _differing(found.get(key), value)
             raise UserError(

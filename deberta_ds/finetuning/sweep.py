@@ -13,24 +13,39 @@ from pathlib import Path
 import torch
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.json_files import read_json
+from deberta_ds.cluster import dist
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.finetuning import readers
-from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
+from deberta_ds.finetuning.directory import (
+    RESULT,
+    Finetuned,
+    find_finetuned,
+    is_finetuned,
+    load_finetuned,
+)
 from deberta_ds.finetuning.encoded import Encoded, encode_split
 from deberta_ds.finetuning.job import Job
 from deberta_ds.finetuning.layouts import is_labelled
 from deberta_ds.finetuning.metrics import score_name
 from deberta_ds.finetuning.models import Start, start_from
 from deberta_ds.finetuning.readers import Split
-from deberta_ds.finetuning.run import check_splits, finished, metrics_on, run, write_result
+from deberta_ds.finetuning.run import (
+    check_splits,
+    digests,
+    finished,
+    metrics_on,
+    run,
+    write_result,
+)
 from deberta_ds.finetuning.scores import percent
 from deberta_ds.finetuning.settings import Settings, resolve
 from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.training.check import check_alike
-from deberta_ds.training.setup import versions
 from deberta_ds.training.step import BadStepError
 
+RESULTS_FILE = "results.json"
 CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
 _CARVE_SEED = 0
 
@@ -66,6 +81,62 @@ def run_all(sweep: Sweep) -> list[dict]:
                             f"{', '.join(task.name for task in sweep.tasks)}")
     encoded: dict[str, dict[int, Encoded]] = {task.name: {} for task in sweep.tasks}  # of all seeds
     splits = {task.name: read_task(sweep, task, encoded[task.name]) for task in sweep.tasks}
+    dist.together(lambda: _check_read(sweep, splits))
+    settings = _settings(sweep)
+    init_from, initial = dist.together(lambda: _open_initial(sweep))
+    jobs = []
+    for task in sweep.tasks:
+        train, val, tests, diagnostics = splits[task.name]
+        jobs += [
+            Job(task=task, seed=seed, settings=settings[task.name], start=sweep.start,
+                train=train, val=val, tests=tests, diagnostics=diagnostics,
+                out=sweep.out / task.name / f"seed-{seed}",
+                deepspeed=sweep.deepspeed, device=sweep.device,
+                init_from=init_from.get(task.name, ""), initial=initial.get(task.name),
+                keep_model=sweep.keep_models, show_scores=sweep.show_scores, say=sweep.say,
+                encoded=encoded[task.name])
+            for seed in range(1, sweep.num_seeds + 1)]
+    check_alike({f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds]
+                 for key, value in dist.together(lambda job=job: flatten(
+                     job.identity() | {"tests": digests(job)})).items()})
+    done = dist.together(lambda: [finished(job) is not None for job in jobs])
+    check_alike({f"{job.out / RESULT} is there": is_done
+                 for job, is_done in zip(jobs, done, strict=True)})
+    unfinished = {job.task.name: job for job, is_done in zip(jobs, done, strict=True)
+                  if not is_done}
+    for job in unfinished.values():
+        if job.init_from and not job.initial:
+            load_finetuned(job.init_from)  # says that it is gone
+    check_splits(list(unfinished.values()))
+    results = []
+    for job in jobs:
+        try:
+            results.append(run(job))
+        except BadStepError as error:
+            results.append(_diverged(job, error))
+        if job.seed == sweep.num_seeds:  # the task's last
+            job.encoded.clear()
+    return results
+
+
+def _open_initial(sweep: Sweep) -> tuple[dict[str, str], dict[str, Finetuned]]:
+    """Return the directory that each task starts from, and what was read there; one that is gone
+    does not matter to runs that are finished.
+    """
+    places, found = {}, {}
+    for name, given in sweep.init_from.items():
+        place = find_finetuned(given)
+        places[name] = str(place)
+        if is_finetuned(place):
+            found[name] = load_finetuned(place)
+            start_from(sweep.start, found[name], str(place))  # said before hours of training
+            if found[name].failure:
+                sweep.say(f"warning: the run of {place} failed: {found[name].failure}")
+    return places, found
+
+
+def _check_read(sweep: Sweep, splits: Mapping[str, tuple]) -> None:
+    """UserError for what is wrong with the tables; texts that two of them share are said."""
     for train, val, tests, _ in splits.values():
         readers.check_targets(train)
         readers.check_targets(val)
@@ -79,39 +150,6 @@ def run_all(sweep: Sweep) -> list[dict]:
                 sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
                           f"{split.source} are in {train.source} too (such as {place}); their "
                           "scores say nothing about new texts")
-    settings = _settings(sweep)
-    init_from = {name: str(find_finetuned(place)) for name, place in sweep.init_from.items()}
-    jobs = []
-    for task in sweep.tasks:
-        train, val, tests, diagnostics = splits[task.name]
-        jobs += [
-            Job(task=task, seed=seed, settings=settings[task.name], start=sweep.start,
-                train=train, val=val, tests=tests, diagnostics=diagnostics,
-                out=sweep.out / task.name / f"seed-{seed}",
-                deepspeed=sweep.deepspeed, device=sweep.device,
-                init_from=init_from.get(task.name, ""), keep_model=sweep.keep_models,
-                show_scores=sweep.show_scores, say=sweep.say, encoded=encoded[task.name])
-            for seed in range(1, sweep.num_seeds + 1)]
-    check_alike({"--seeds": sweep.num_seeds, "--out": str(sweep.out)} | {
-        f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds] for key, value in
-        flatten(job.identity() | {"deepspeed": sweep.deepspeed, "version of": versions()}).items()})
-    unfinished = {job.task.name: job for job in jobs if finished(job) is None}
-    check_splits(list(unfinished.values()))
-    for job in unfinished.values():
-        if job.init_from:  # one that does not fit is said before hours of training
-            saved = load_finetuned(job.init_from)
-            start_from(job.start, saved, job.init_from)
-            if saved.failure:
-                sweep.say(f"warning: the run of {job.init_from} failed: {saved.failure}")
-    results = []
-    for job in jobs:
-        try:
-            results.append(run(job))
-        except BadStepError as error:
-            results.append(_diverged(job, error))
-        if job.seed == sweep.num_seeds:  # the task's last
-            job.encoded.clear()
-    return results
 
 
 def _settings(sweep: Sweep) -> dict[str, Settings]:
@@ -147,7 +185,8 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
     def read_parts(of: Task, split: str, carved: float = 0, name: str = "") -> list[Split]:
         """Return a split, or the two that are carved out of it, the first with such a share."""
         faults = Faults(sweep.max_bad, sweep.out / f"{of.name}.{name or split}.bad_rows.txt")
-        whole = readers.read_split(of, sweep.data, split, any_size=sweep.any_size, faults=faults)
+        whole = dist.together(lambda: readers.read_split(
+            of, sweep.data, split, any_size=sweep.any_size, faults=faults))
         before = len(faults.errors)
         parts = [*readers.carve(whole, carved, _CARVE_SEED)] if carved else [whole]
         if sweep.max_bad and "gender_parity" not in of.metrics:  # of pairs, no line goes alone
@@ -177,9 +216,12 @@ def read_task(sweep: Sweep, task: Task, encoded: dict[int, Encoded]
                 tests[name] = read(own, "test", place.replace("/", "."))
         return train, val, tests, diagnostics
     for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
-        if test.predicted_by and readers.has_split(test, sweep.data, "val"):
+        there = dist.together(lambda test=test: [
+            readers.has_split(test, sweep.data, split) for split in ("val", "test")])
+        check_alike({f"{test.name}: there are val and test": there})
+        if test.predicted_by and there[0]:
             diagnostics[test.name] = read(test, "val")
-        if not readers.has_split(test, sweep.data, "test"):
+        if not there[1]:
             sweep.say(f"{test.name}: no test split under {sweep.data}, no submission file")
             continue
         tests[test.name] = read(test, "test")
@@ -221,10 +263,41 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
                                         if name in r["diagnostics"]])
                        for metric in metrics_on(task, name)}
                 for name in sorted({name for result in runs for name in result["diagnostics"]})}}
+    return _over_tasks(summary)
+
+
+def _over_tasks(summary: dict[str, dict]) -> dict:
     suite, main = suite_of(list(summary))
     medians = [row["score"]["median"] for name, row in summary.items() if name in main]
     return {"tasks": summary, "mean": statistics.fmean(medians or [0.0]), "mean_of": len(medians),
             "suite": suite, "suite_tasks": len(main)}
+
+
+def merged(sweep: Sweep, results: Sequence[dict]) -> tuple[list[dict], dict]:
+    """Return (runs, their summary): `results`, and those of other tasks and seeds in the same
+    directory that began from the same model; of another one, which is said, they stay where they
+    are.
+    """
+    path, new = sweep.out / RESULTS_FILE, {(run["task"], run["seed"]) for run in results}
+    before = read_json(path) if path.is_file() else {}
+    runs = before.get("runs")
+    old = [run for run in runs if isinstance(run, dict) and (run.get("task"), run.get("seed"))
+           not in new and (sweep.out / str(run.get("task")) / f"seed-{run.get('seed')}" / RESULT
+                           ).is_file()] if isinstance(runs, list) else []
+    begun = {key: results[0][key] for key in ("start_weights", "tokenizer", "shape")
+             if key in results[0]}
+    others = [run for run in old if any(run.get(key, value) != value
+                                        for key, value in begun.items())]
+    if others:
+        names = ", ".join(sorted({str(run["task"]) for run in others}))
+        sweep.say(f"note: {path}: without {len(others)} runs of another model ({names}), whose "
+                  f"results stay in {sweep.out}/TASK/seed-N")
+    runs = [*(run for run in old if run not in others), *results]
+    summary = summarize(sweep.tasks, runs)
+    rows = before.get("tasks", {})
+    kept = {name: row for name, row in rows.items() if name not in summary["tasks"]
+            and any(run["task"] == name for run in runs)} if isinstance(rows, dict) else {}
+    return runs, _over_tasks(kept | summary["tasks"])
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

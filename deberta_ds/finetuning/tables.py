@@ -10,6 +10,7 @@ What corpus/tables.py reads, and on top of that the layouts of fine-tuning's own
 """
 
 import glob
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
-from deberta_ds.corpus.inputs import open_stream, suffix_of
+from deberta_ds.corpus.documents import stamp_of
+from deberta_ds.corpus.inputs import open_stream, revision_of, suffix_of
 from deberta_ds.corpus.tables import TABLE_KINDS, is_pair, is_quoted, named, read_each
 from deberta_ds.finetuning.annotations import flat
 from deberta_ds.finetuning.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
@@ -62,10 +64,19 @@ def each_row(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int 
     elif not path.is_file():
         raise UserError(f"{path}: no such file")
     else:
+        stamp = stamp_of(os.stat(path))
         try:
             yield from _file_rows(path, headless, skip_broken, form)
         except UserError as error:
             raise _with_encoding(error) from None
+        check_stamp(path, stamp)
+
+
+def check_stamp(path: Path, stamp: str) -> None:
+    """Raise UserError for a table that is not the file that it was when it was opened."""
+    if (now := stamp_of(os.stat(path))) != stamp:
+        raise UserError(f"{path}: changed while it was read (from {stamp} to {now}); run the same "
+                        "command again when nothing writes to it any more")
 
 
 def files_like(pattern: str) -> list[str]:
@@ -81,7 +92,7 @@ def _with_encoding(error: UserError) -> UserError:
 
 
 def _hub_rows(name: str) -> Iterator[Row]:
-    stream = open_stream(name)
+    stream = open_stream(name, revision_of(name))
     classes = {column: names for column, feature in (stream.features or {}).items()
                if (names := getattr(getattr(feature, "feature", feature), "names", None))}
     for number, row in enumerate(stream, start=1):

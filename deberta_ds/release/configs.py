@@ -39,6 +39,7 @@ _PARTLY_SAME = {  # ours: theirs, where the values differ
     "position_terms": "pos_att_type", "share_position_projections": "share_att_key",
     "relative_norm": "norm_rel_ebd", "absolute_input": "position_biased_input",
     "conv_kernel": "conv_kernel_size", "conv_activation": "conv_act"}
+CODE = "auto_map"  # names code of a stranger: never carried into what is written
 _UNDERSTOOD = {*_SAME_MEANING.values(), *_PARTLY_SAME.values(), *_FIXED, "position_buckets",
                "relative_attention", "embedding_size", "attention_head_size", "pad_token_id",
                "padding_idx", "model_type", "dtype", "torch_dtype", "transformers_version",
@@ -86,7 +87,8 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
              "conv_kernel": values.get("conv_kernel_size", 0), "key_bias": key_bias}
     if ours["conv_kernel"]:
         ours["conv_activation"] = values.get("conv_act", "tanh")
-    rest = {key: value for key, value in values.items() if key not in _UNDERSTOOD}
+    rest = {key: value for key, value in values.items() if key not in _UNDERSTOOD
+            and key != CODE}
     if pad_id := values.get("pad_token_id", values.get("padding_idx")):
         rest["pad_token_id"] = pad_id
     return model_config(ours, place), _with_hugging_face_heads(rest)

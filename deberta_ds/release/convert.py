@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,13 +46,16 @@ class Summary:
                 *(f"checked: {line}" for line in self.checks)]
 
 
+Finish = Callable[[Path, Summary], object]
+
+
 def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Path | None = None,
-            onnx: str | None = None, precision: str = "") -> Summary:
+            onnx: str | None = None, precision: str = "", finish: Finish | None = None) -> Summary:
     """Write the model at `source` to directory `out` in format "hf", "ms" or "ours".
 
     `tokenizer` is the path of the model's tokenizer, where `source` has none; `onnx`, of "hf" only,
     is "fp32" or "int8" for ONNX files as well. `precision` ("fp32", "bf16", "fp16") is that of the
-    weights, by default the source's.
+    weights, by default the source's. `finish` writes what else belongs there, before it is there.
     UserError if the source cannot be read, and as `write_release`.
     """
     if onnx:
@@ -60,11 +64,11 @@ def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Pa
     release = read_release(source, tokenizer)
     if precision:
         release.store_in(precision)
-    return write_release(release, source, Path(out), to, onnx)
+    return write_release(release, source, Path(out), to, onnx, finish)
 
 
-def write_release(release: Release, source: str | Path, out: Path, to: str, onnx: str | None = None
-                  ) -> Summary:
+def write_release(release: Release, source: str | Path, out: Path, to: str, onnx: str | None = None,
+                  finish: Finish | None = None) -> Summary:
     """Write a release to directory `out`; `source` is what conversion.json says it comes from.
 
     The new directory is written next to `out`, checked, and only then moved there. UserError if
@@ -89,6 +93,8 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
         record = {"source": str(source), "format": to, "version": __version__, "notes": notes,
                   "checks": checks}
         write_atomic(fresh / RECORD, json.dumps(record, indent=1) + "\n")
+        if finish:
+            finish(fresh, Summary(tuple(notes), tuple(checks), (*changes, *warnings)))
         seal(fresh)
         if _state(out) != before:
             raise UserError(f"{out}: something else has been written there meanwhile; run this "

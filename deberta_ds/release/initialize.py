@@ -27,6 +27,7 @@ from deberta_ds.objectives.build import objective_of
 from deberta_ds.release.read_back import changes_beyond_reach
 from deberta_ds.release.release import Network, Release
 from deberta_ds.release.vocabulary import read_in_vocabulary
+from deberta_ds.tokenizer import Tokenizer
 
 # May differ from the source's.
 _FREE_FIELDS = (*FREE, "conv_activation")
@@ -35,14 +36,17 @@ _POSITIONS = ("positions.weight", "positions.delta", "trunk.input.positions.weig
 _REACH = ("max_position", "max_relative", "position_buckets")
 
 
-def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
-    """Return ({parameter of the run's model: value}, notes for the log) of `run.init`.
+def initial_tensors(run: RunConfig, tokenizer: Tokenizer | None = None
+                    ) -> tuple[dict[str, Tensor], list[str]]:
+    """Return ({parameter of the run's model: value}, notes for the log) of `run.init`, for a run
+    that has read this tokenizer.
 
     Parameters without a value keep their random one; a note names them. Raises UserError if the
     source does not fit the run.
     """
-    place = run.init.source or run.init.generator
-    release = read_in_vocabulary(run, place)
+    place, tokenizer = run.init.source or run.init.generator, tokenizer or Tokenizer(
+        run.data.tokenizer)
+    release = read_in_vocabulary(run, place, tokenizer)
     if not run.init.source:  # a cached run's discriminator begins with its generator's embedding
         words = _fitting_words(run, release.generator or release.main, place)
         tensors = {"discriminator.words.weight": words}
@@ -52,7 +56,7 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
         notes = [f"token embedding of {place}, fixed; the rest is random (first of two stages)",
                  *release.notes]
     else:
-        objective, networks = objective_of(run), _networks(run, release)
+        objective, networks = objective_of(run), _networks(run, release, tokenizer)
         tensors, notes = objective.parameters(
             run, {name: network.tensors for name, network in networks.items()})
         for name, network in networks.items():
@@ -72,13 +76,14 @@ def _fitting_words(run: RunConfig, network: Network, place: str) -> Tensor:
     return words
 
 
-def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
+def _networks(run: RunConfig, release: Release, tokenizer: Tokenizer) -> dict[str, Network]:
     """Return the source of every network of the run, checked to have its shape."""
     objective = objective_of(run)
     encoders, place = objective.encoders(run), run.init.source
     main, generator, generator_place = release.main, release.generator, place
     if run.init.generator:
-        other = read_in_vocabulary(run, run.init.generator, "vocabulary-generator.json")
+        other = read_in_vocabulary(run, run.init.generator, tokenizer,
+                                   "vocabulary-generator.json")
         release.notes += other.notes
         generator, generator_place = other.generator or other.main, run.init.generator
         # A delta belongs to the generator it was trained with.

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import Backbone
@@ -10,6 +12,7 @@ from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release import release as networks
 from deberta_ds.release.reader import read_release
+from deberta_ds.release.tensors import tensors_digest
 from deberta_ds.tokenizer import Tokenizer
 
 
@@ -29,6 +32,17 @@ class LoadedModel:
     model_config: ModelConfig
     masked_lm: tuple[TokenEmbedding, MaskedLm] | None
     replaced_token_head: ReplacedTokenHead | None = None
+
+    def identity(self) -> dict[str, str]:
+        """Return digests of what was read; on the CPU or a GPU."""
+        parts = {"encoder": self.backbone, "discriminator's head": self.replaced_token_head}
+        parts |= dict(zip(("token embedding", "masked LM"), self.masked_lm or (), strict=False))
+        found = {f"hash of the {name}": tensors_digest(
+            {key: value.cpu() for key, value in part.state_dict().items()})
+            for name, part in parts.items() if part is not None}
+        shape = xxhash.xxh3_128_hexdigest(repr(self.model_config).encode())
+        return found | {"hash of the shape": shape, "hash of the tokenizer":
+                        self.tokenizer.sha256 if self.tokenizer else ""}
 
     def check_length(self, tokens: int, place: str | Path) -> None:
         """UserError if rows of `tokens` are longer than the positions of this model, of `place`."""

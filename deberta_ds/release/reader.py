@@ -95,6 +95,12 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
     return shapes
 
 
+def checkpoint_of(source: str | Path) -> str:
+    """Return the newest checkpoint of a run, and any other model as it is named."""
+    path = _existing(source)
+    return str(newest(path)) if _is_run(path) else str(source)
+
+
 def read_tokenizer(source: str | Path) -> Tokenizer | None:
     """Return the tokenizer of the model at `source`, None where it has none that is read."""
     directory = _existing(source)

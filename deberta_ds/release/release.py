@@ -7,7 +7,6 @@ is one, and the tokenizer's files. Tensors keep the dtype of the file, so a roun
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.release.names import OTHER_HEADS
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.files import Files
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -52,7 +52,7 @@ class Release:
 
     main: Network
     generator: Network | None = None
-    tokenizer_files: dict[str, Path] = field(default_factory=dict)  # name: where it is now
+    tokenizer_files: Files = field(default_factory=dict)  # as they were read
     notes: list[str] = field(default_factory=list)  # derived, dropped, kept aside
     tokenizer: Tokenizer | None = None  # among these files, of a release that was read
 

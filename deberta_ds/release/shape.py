@@ -39,8 +39,10 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
             if isinstance(chosen := values["init"].get(name), list) and chosen:
                 shape[key] = len(chosen)
         from deberta_ds.release.vocabulary import has_other_tokens
+        from deberta_ds.tokenizer import Tokenizer
 
-        if has_other_tokens(source or generator, tokenizer):
+        if tokenizer and Path(tokenizer).exists() and has_other_tokens(
+                source or generator, Tokenizer(tokenizer)):
             shape |= _vocabulary(tokenizer, is_needed=True)[0]
             origin += f" with the tokens of {tokenizer}"
     elif not shape and _is_open("model.vocab_size", values, origins):

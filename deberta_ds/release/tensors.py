@@ -6,9 +6,11 @@ containers and refuses everything else.
 
 import pickle
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,6 +32,15 @@ def weight_file(directory: Path) -> Path | None:
         if (directory / name).is_file():
             return directory / name
     return None
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of named tensors."""
+    found = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode())
+        found.update(tensor.contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -60,7 +71,7 @@ def _read_parts(index: Path) -> tuple[dict[str, Tensor], list[str]]:
     if not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index}: weight_map must name a file for each tensor")
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or "\0" in name:
+        if Path(name).name != name or "\0" in name or name.endswith(".index.json"):
             raise UserError(f"{index}: {name!r} is not a plain file name")
         part, more = read_tensors(index.parent / name)
         tensors |= part

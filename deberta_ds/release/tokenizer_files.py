@@ -9,14 +9,26 @@ their ids; our tokenizer never searches text for them.
 """
 
 import itertools
-import shutil
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import atomic_path
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import read_json
+from deberta_ds.release.configs import CODE
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tokenizer.files import ADDED, FORMS, JSON, NAMES, OTHER_MODELS, SETTINGS, SPM
+from deberta_ds.tokenizer.files import (
+    ADDED,
+    FORMS,
+    JSON,
+    NAMES,
+    OTHER_MODELS,
+    SETTINGS,
+    SPM,
+    Files,
+    read_known,
+)
 from deberta_ds.tokenizer.publish import write_tokenizer_json
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 
@@ -24,44 +36,46 @@ from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 KNOWN_FILES = (*itertools.chain(*FORMS), SETTINGS, NAMES, ADDED, "bpe_encoder.bin", "dict.txt")
 
 
-def find_tokenizer_files(directory: Path) -> dict[str, Path]:
-    """Return {name: path} of the tokenizer files in a directory. A SentencePiece model that lies
-    there alone under another usual name gets the name that it is published under.
+def find_tokenizer_files(directory: Path) -> Files:
+    """Return the tokenizer files in a directory, read. A SentencePiece model that lies there alone
+    under another usual name gets the name that it is published under.
     """
-    found = {name: directory / name for name in KNOWN_FILES if (directory / name).is_file()}
+    found = read_known(directory, KNOWN_FILES)
     if found.keys() & {names[0] for names in FORMS}:
         return found
-    others = [directory / name for name in OTHER_MODELS if (directory / name).is_file()]
+    others = list(read_known(directory, OTHER_MODELS).values())
     return ({SPM: others[0]} if others else {}) | found
 
 
-def open_tokenizer(files: dict[str, Path]) -> Tokenizer | None:
+def open_tokenizer(files: Files) -> Tokenizer | None:
     """Return the tokenizer among a directory's files; None if there is none that is read."""
     for names in FORMS:
         if set(names) <= files.keys():
-            return Tokenizer.of_files(files, files[names[0]].parent)
+            return Tokenizer.of_files(files, files[names[0]].path.parent)
     return None
 
 
-def pad_id_of(files: dict[str, Path]) -> dict[str, int]:
+def pad_id_of(files: Files) -> dict[str, int]:
     """Return {"pad_token_id": id} of the tokenizer among a directory's files, {} without one."""
     tokenizer = open_tokenizer(files)
     return {"pad_token_id": tokenizer.pad_id} if tokenizer else {}
 
 
-def copy_tokenizer_files(files: dict[str, Path], out: Path) -> list[str]:
-    """Copy tokenizer files to `out`; return a note for each."""
-    notes = []
-    for name, source in files.items():
-        if source.resolve() != (out / name).resolve():
-            with atomic_path(out / name) as temporary:
-                shutil.copyfile(source, temporary)
-        notes.append(f"copied: {name}")
-    return notes
+def copy_tokenizer_files(files: Files, out: Path) -> list[str]:
+    """Write tokenizer files, as they were read, to `out`; return a note for each. Of settings that
+    name code of a stranger ("auto_map") the rest is written.
+    """
+    for name, file in files.items():
+        data = file.data
+        if name == SETTINGS and CODE.encode() in data:
+            values = {key: value for key, value in read_json(file).items() if key != CODE}
+            data = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+        write_atomic(out / name, data)
+    return [f"copied: {name}" for name in files]
 
 
-def write_tokenizer_files(files: dict[str, Path], out: Path, max_length: int) -> list[str]:
-    """Copy tokenizer files to `out`, adding what AutoTokenizer needs; return a note for each."""
+def write_tokenizer_files(files: Files, out: Path, max_length: int) -> list[str]:
+    """Write tokenizer files to `out`, adding what AutoTokenizer needs; return a note for each."""
     notes = copy_tokenizer_files(files, out)
     tokenizer = open_tokenizer(files)
     if tokenizer is None or {SPM, JSON} <= files.keys():

@@ -33,12 +33,13 @@ _BY_ID = ("words.weight", "words.delta", "mlm_head.bias")
 _ROWS_COUNTED = 1000  # of a corpus
 
 
-def read_in_vocabulary(run: RunConfig, source: str, report: str = REPORT) -> Release:
-    """Return the release at `source` with a row for each token of the run's tokenizer; its notes
-    say what was done, OUT/`report` how each token begins.
+def read_in_vocabulary(run: RunConfig, source: str, own: Tokenizer, report: str = REPORT
+                       ) -> Release:
+    """Return the release at `source` with a row for each token of the run's tokenizer, `own`; its
+    notes say what was done, OUT/`report` how each token begins.
     """
     release, rows = read_release(source), run.model.vocab_size
-    own, theirs = Tokenizer(run.data.tokenizer), release.tokenizer
+    theirs = release.tokenizer
     if theirs is None:
         return release
     is_same, texts = has_same_tokens(own, theirs), list(SENTENCES)
@@ -63,10 +64,10 @@ def read_in_vocabulary(run: RunConfig, source: str, report: str = REPORT) -> Rel
     return release
 
 
-def has_other_tokens(source: str, tokenizer: str) -> bool:
-    """Return whether the model at `source` has a tokenizer of other tokens than `tokenizer`."""
-    theirs = read_tokenizer(source) if tokenizer and Path(tokenizer).exists() else None
-    return theirs is not None and not has_same_tokens(Tokenizer(tokenizer), theirs)
+def has_other_tokens(source: str, own: Tokenizer) -> bool:
+    """Return whether the model at `source` has a tokenizer of other tokens than `own`."""
+    theirs = read_tokenizer(source)
+    return theirs is not None and not has_same_tokens(own, theirs)
 
 
 def has_same_tokens(first: Tokenizer, second: Tokenizer) -> bool:

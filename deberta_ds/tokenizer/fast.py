@@ -24,7 +24,7 @@ import tokenizers
 
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.tokenizer import words
-from deberta_ds.tokenizer.files import read_settings
+from deberta_ds.tokenizer.files import Files, read_settings
 from deberta_ds.tokenizer.kinds import piece_kind, read_specification, what_is_lost
 from deberta_ds.tokenizer.roles import check_roles, look_up_roles, token_name
 
@@ -44,8 +44,8 @@ class FastEngine:
 
     normalizes_itself = True
 
-    def __init__(self, files: dict[str, Path]):
-        self.place = next(iter(files.values()))
+    def __init__(self, files: Files):
+        self.place = next(iter(files.values())).path
         settings = read_settings(files)
         self.specification = read_specification(files, settings)
         self.kind, self._prefix = piece_kind(self.specification, self.place)

@@ -9,13 +9,16 @@ names of special tokens and settings such as add_prefix_space may be there alone
 """
 
 import itertools
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import ReadFile, read_file
 from deberta_ds.base.json_files import read_json
 from deberta_ds.tokenizer.vocabularies import VOCABULARIES
 
+Files = dict[str, ReadFile]  # by the names under which they are published
 SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
 NAMES, ADDED = "special_tokens_map.json", "added_tokens.json"
 OTHER_MODELS = ("spiece.model", "tokenizer.model")
@@ -28,33 +31,40 @@ KINDS = (f"a SentencePiece model ({SPM}), a {JSON}, {_VOCABULARIES}, or a direct
          "them")
 
 
-def find_files(path: Path) -> dict[str, Path]:
-    """Return {published name: path} of the files a tokenizer is made from; UserError if none."""
+def find_files(path: Path) -> Files:
+    """Return the files a tokenizer is made from; UserError if there are none."""
     if path.is_dir():
-        names = (*itertools.chain(*FORMS), _PICKLE, *_EXTRA, *OTHER_MODELS)
-        return choose({name: path / name for name in names if (path / name).is_file()}, path)
+        return choose(read_known(path, (*itertools.chain(*FORMS), _PICKLE, *_EXTRA, *OTHER_MODELS)),
+                      path)
     if not path.is_file():
         raise UserError(f"{path}: cannot read the tokenizer (no such file); give {KINDS}, or train "
                         "one with data_prep/train_tokenizer.py")
-    extra = {name: path.with_name(name) for name in _EXTRA if path.with_name(name).is_file()}
+    extra = read_known(path.parent, _EXTRA)
     for names in (kind.files for kind in VOCABULARIES if path.name in kind.files):
-        found = {name: path.with_name(name) for name in names}
-        for part in found.values():
-            if not part.is_file():
-                raise UserError(f"{part}: is missing; {' and '.join(names)} are needed in one "
-                                "directory")
+        found = read_known(path.parent, names)
+        for name in names:
+            if name not in found:
+                raise UserError(f"{path.with_name(name)}: is missing; {' and '.join(names)} are "
+                                "needed in one directory")
         return found | extra
     if path.name == _PICKLE:
         raise UserError(_pickle_message(path))
-    if _is_json(path):
-        return {JSON: path} | (extra if path.name == JSON else {})
-    if path.name == SPM and (json := path.with_name(JSON)).is_file() and has_added_tokens(json):
+    file = read_file(path)
+    if file.data[:64].lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{":
+        return {JSON: file} | (extra if path.name == JSON else {})
+    json = read_known(path.parent, (JSON,)) if path.name == SPM else {}
+    if json and has_added_tokens(json[JSON]):
         raise UserError(f"{path}: {JSON} next to it adds tokens that {SPM} lacks; give the "
                         f"directory to read them, or a copy of {SPM} that lies alone")
-    return {SPM: path} | (extra if path.name in (SPM, *OTHER_MODELS) else {})
+    return {SPM: file} | (extra if path.name in (SPM, *OTHER_MODELS) else {})
 
 
-def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
+def read_known(directory: Path, names: Iterable[str]) -> Files:
+    """Return those of `names` that are files of a directory."""
+    return {name: read_file(directory / name) for name in names if (directory / name).is_file()}
+
+
+def choose(known: Files, place: Path) -> Files:
     """Return those of a directory's files that its tokenizer is made from."""
     extra = {name: known[name] for name in _EXTRA if name in known}
     if {SPM, JSON} <= known.keys() and has_added_tokens(known[JSON]):
@@ -66,15 +76,15 @@ def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
         if name in known:
             return {SPM: known[name]} | extra
     if _PICKLE in known:
-        raise UserError(_pickle_message(known[_PICKLE]))
+        raise UserError(_pickle_message(known[_PICKLE].path))
     raise UserError(f"{place}: no tokenizer in this directory; give {KINDS}")
 
 
-def has_added_tokens(path: Path) -> bool:
+def has_added_tokens(file: ReadFile) -> bool:
     """Return whether a tokenizer.json holds a token, but the [MASK] of DeBERTa's models, that is no
     piece of the SentencePiece model next to it: transformers' `add_tokens` writes it there.
     """
-    values = read_json(path)
+    values = read_json(file)
     with suppress(AttributeError, IndexError, KeyError, TypeError):  # damaged, and not read
         vocabulary = values["model"]["vocab"]
         pieces = {piece if isinstance(piece, str) else piece[0] for piece in vocabulary}
@@ -88,12 +98,7 @@ def _pickle_message(path: Path) -> str:
             "the model has them")
 
 
-def _is_json(path: Path) -> bool:
-    with naming(path), open(path, "rb") as file:
-        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
-
-
-def read_settings(files: dict[str, Path]) -> dict:
+def read_settings(files: Files) -> dict:
     """Return what stands next to the vocabulary: names of special tokens, settings, added tokens.
 
     `added_tokens` is {content: (id, facts)}, of added_tokens.json and `added_tokens_decoder`.
@@ -112,7 +117,7 @@ def read_settings(files: dict[str, Path]) -> dict:
         "added_tokens": added}
 
 
-def _number(value, path: Path) -> int:
+def _number(value, path: ReadFile) -> int:
     try:
         number = int(value)
     except (TypeError, ValueError):

@@ -8,8 +8,9 @@ tokenize_chinese_chars.
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import ReadFile
 from deberta_ds.base.json_files import read_json
-from deberta_ds.tokenizer.files import JSON, SETTINGS
+from deberta_ds.tokenizer.files import JSON, SETTINGS, Files
 from deberta_ds.tokenizer.vocabularies import VOCABULARIES, Vocabulary, is_vocabulary
 from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character
 
@@ -17,7 +18,7 @@ _REMEDY = "a tokenizer.json of Hugging Face `tokenizers` is expected; save the t
 _PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
 
 
-def read_specification(files: dict[str, Path], settings: dict) -> dict:
+def read_specification(files: Files, settings: dict) -> dict:
     """Return the specification; UserError if a file is damaged or lacks what is needed."""
     if JSON in files:
         specification = _read_json(files[JSON])
@@ -30,7 +31,7 @@ def read_specification(files: dict[str, Path], settings: dict) -> dict:
     return specification
 
 
-def _check_class(kind: Vocabulary, path: Path, settings: dict) -> None:
+def _check_class(kind: Vocabulary, path: ReadFile, settings: dict) -> None:
     """UserError if vocabulary files belong to a class whose rules do not stand in them."""
     owner = str(settings.get("tokenizer_class") or "")
     words = settings.get("word_tokenizer_type", "basic")
@@ -42,7 +43,7 @@ def _check_class(kind: Vocabulary, path: Path, settings: dict) -> None:
                     f"save it: where that writes a {JSON}, give this one")
 
 
-def _read_json(path: Path) -> dict:
+def _read_json(path: ReadFile) -> dict:
     specification = read_json(path)
     model = specification.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list) \
@@ -68,7 +69,7 @@ def _read_json(path: Path) -> dict:
     return specification | {"added_tokens": list(tokens)}
 
 
-def _check_unknown(model: dict, path: Path) -> None:
+def _check_unknown(model: dict, path: ReadFile) -> None:
     """UserError if the model would fail at the first text that it does not know."""
     if model["type"] == "Unigram":
         number = model.get("unk_id")

@@ -84,7 +84,7 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
     if SPM in files:
         model, names = with_special_tokens(files[SPM], settings)
         write_atomic(out / SPM, model)
-        held = {piece.piece for piece in model_proto(model, files[SPM]).pieces}
+        held = {piece.piece for piece in model_proto(model, files[SPM].path).pieces}
         if named := {key: name for role in ROLES if (name := token_name(settings.get(
                 key := f"{role}_token"))) in held}:
             write_atomic(out / NAMES, json.dumps(named, indent=2) + "\n")

@@ -8,7 +8,7 @@ An id alone cannot say this: where it says the opposite (words.py), id + size st
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,13 +23,19 @@ class SegmentedTokenizer(Tokenizer):
     """A Tokenizer whose `encode`, `encode_array` and `encode_joined` give ids as shards hold them.
     """
 
-    def __init__(self, path: str | Path, words: str):
-        """UserError also for a function that cannot be loaded."""
-        super().__init__(path)
+    def __init__(self, plain: Tokenizer, words: str, known: str = ""):
+        """UserError for a function that cannot be loaded, or is not the one `known` by its hash."""
+        self._open(plain.path, plain.files)
         self._function, self._name = words_function(words), words
+        self.plain = plain
         file, name = own_code.split(words)
         self._starts, self.stored_size = self.word_starts(), 2 * self.size
         self.words = f"{Path(file).name}:{name} sha256 {own_code.digest('words', words)}"
+        if self.words != (known or self.words):
+            raise UserError(f"{file}: changed while this command ran; run it again")
+
+    def __reduce__(self) -> tuple:
+        return _unpickled, (self.plain, self._name, self.words)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -72,7 +78,6 @@ def words_function(words: str) -> Callable[[str], list[str]]:
     return own_code.load("words", words, ("text",))
 
 
-@cache
-def tokenizer_of(path: str, words: str = "") -> Tokenizer:
-    """Return the tokenizer of this process, with a function for words if there is one."""
-    return SegmentedTokenizer(path, words) if words else Tokenizer(path)
+@lru_cache(4)  # of a process
+def _unpickled(plain: Tokenizer, words: str, known: str) -> SegmentedTokenizer:
+    return SegmentedTokenizer(plain, words, known)

@@ -20,8 +20,8 @@ from deberta_ds.tokenizer.spm import RULES_NAME, model_proto, with_control_roles
 
 def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     """Return the text of a `tokenizer.json` that gives the ids of a SentencePiece tokenizer."""
-    path = tokenizer.files[SPM]
-    proto = model_proto(path.read_bytes(), path)
+    path, data = tokenizer.files[SPM]
+    proto = model_proto(data, path)
     with_control_roles(proto, tokenizer.pieces(tokenizer.special_ids.values()))
     fast = FastTokenizer(_model(proto, tokenizer))
     fast.normalizer, fast.pre_tokenizer = _before(proto, tokenizer)

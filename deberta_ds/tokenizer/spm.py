@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import ReadFile
 from deberta_ds.tokenizer import words
-from deberta_ds.tokenizer.files import SPM, read_settings
+from deberta_ds.tokenizer.files import SPM, Files, read_settings
 from deberta_ds.tokenizer.roles import (
     ROLES,
     USUAL_NAMES,
@@ -44,10 +45,8 @@ class SentencePieceEngine:
     kind = "sentencepiece"
     lost = ""
 
-    def __init__(self, files: dict[str, Path]):
-        path, settings = files[SPM], read_settings(files)
-        with naming(path):
-            data = path.read_bytes()
+    def __init__(self, files: Files):
+        (path, data), settings = files[SPM], read_settings(files)
         self.sha256 = hashlib.sha256(data).hexdigest()
         processor = _load(data, path)
         proto = model_proto(data, path)
@@ -210,11 +209,11 @@ def with_control_roles(proto, named: Iterable[str] = ()):
     return proto
 
 
-def with_special_tokens(path: Path, settings: dict) -> tuple[bytes, list[str]]:
-    """Return (the model at `path` with a control piece for each role that neither it nor the files
+def with_special_tokens(file: ReadFile, settings: dict) -> tuple[bytes, list[str]]:
+    """Return (the model of `file` with a control piece for each role that neither it nor the files
     next to it have one for, their names).
     """
-    data = path.read_bytes()
+    path, data = file
     processor = _load(data, path)
     known = processor.id_to_piece(list(range(processor.get_piece_size())))
     if tuple(known[:4]) == SPECIAL_PIECES:

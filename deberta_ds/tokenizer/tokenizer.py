@@ -3,14 +3,14 @@
 Text is never searched for special strings: the characters "[MASK]" in a document are ordinary text.
 """
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
 from deberta_ds.tokenizer.fast import FastEngine
-from deberta_ds.tokenizer.files import SPM, choose, find_files
+from deberta_ds.tokenizer.files import SPM, Files, choose, find_files
 from deberta_ds.tokenizer.spm import SentencePieceEngine
 from deberta_ds.tokenizer.words import starts_official_word
 
@@ -22,10 +22,10 @@ class Tokenizer:
     """A tokenizer from its files.
 
     Attributes: kind ("sentencepiece", "byte_level", "metaspace", "wordpiece", "words"); files
-    {published name: path}; pad_id, cls_id, sep_id, mask_id, unk_id (None where nothing is unknown);
-    special_ids {role: id} of these; size (largest id + 1; a model's vocab_size must be at least
-    this); mask_piece; sha256, of the SentencePiece model or of all that `tokenizers` computes with;
-    normalizes_itself, True if text is given to it as it stands
+    {published name: file as it was read}; pad_id, cls_id, sep_id, mask_id, unk_id (None where
+    nothing is unknown); special_ids {role: id} of these; size (largest id + 1; a model's vocab_size
+    must be at least this); mask_piece; sha256, of the SentencePiece model or of all that
+    `tokenizers` computes with; normalizes_itself, True if text is given to it as it stands
     (docs/explanation/tokenizers.md); lost, what of a text it skips in silence; stored_size, of the
     ids in shards, and words, the name and hash of a function for them (segmented.py).
     """
@@ -39,13 +39,13 @@ class Tokenizer:
         self._open(Path(path), find_files(Path(path)))
 
     @classmethod
-    def of_files(cls, files: dict[str, Path], place: Path) -> "Tokenizer":
-        """Return the tokenizer among {published name: path} of a directory's files."""
+    def of_files(cls, files: Files, place: Path) -> "Tokenizer":
+        """Return the tokenizer among a directory's files."""
         tokenizer = cls.__new__(cls)
         tokenizer._open(place, choose(files, place))
         return tokenizer
 
-    def _open(self, path: Path, files: dict[str, Path]) -> None:
+    def _open(self, path: Path, files: Files) -> None:
         self.path, self.files = path, files
         engine: SentencePieceEngine | FastEngine = (
             SentencePieceEngine(files) if SPM in files else FastEngine(files))
@@ -61,7 +61,7 @@ class Tokenizer:
         self.mask_piece = engine.pieces[self.mask_id]
 
     def __reduce__(self) -> tuple:
-        return Tokenizer.of_files, (self.files, self.path)
+        return _unpickled, (tuple(self.files.items()), self.path)
 
     @property
     def special_names(self) -> dict[str, str]:
@@ -180,6 +180,12 @@ class Tokenizer:
     def _table(self, rule) -> np.ndarray:
         return np.array([self._special[number] or rule(number) for number in range(self.size)],
                         dtype=bool)
+
+
+@lru_cache(4)  # of a process: it takes seconds to make some
+def _unpickled(files: tuple, path: Path) -> Tokenizer:
+    """Return a tokenizer of the bytes that the process which sends it has read."""
+    return Tokenizer.of_files(dict(files), path)
 
 
 def unknown_pieces(count: int, tokens: int) -> str:

@@ -4,13 +4,16 @@ What a tokenizer.json would hold is put together as transformers does: GPT-2's b
 RoBERTa and DeBERTa v1 have too, and BERT's WordPiece.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tokenizers import models
 
 from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.files import ReadFile
 from deberta_ds.tokenizer.words import bytes_of_piece
 
 
@@ -18,7 +21,7 @@ class Vocabulary(NamedTuple):
     """One kind: its files, and what they mean."""
 
     files: tuple[str, ...]
-    read: Callable[..., dict]  # their paths -> the content of tokenizer.json
+    read: Callable[..., dict]  # these -> the content of tokenizer.json
     classes: tuple[str, ...]  # of transformers, which have no rules beyond these
 
 
@@ -32,9 +35,19 @@ def is_vocabulary(vocabulary: dict | list) -> bool:
                and isinstance(entry[1], int | float) for entry in vocabulary)
 
 
-def _byte_level_bpe(vocabulary_path: Path, merges_path: Path) -> dict:
+@contextmanager
+def _on_disk(*files: ReadFile) -> Iterator[list[str]]:
+    """Context that yields paths for a library which reads no bytes."""
+    with TemporaryDirectory() as directory:
+        for file in files:
+            Path(directory, file.name).write_bytes(file.data)
+        yield [f"{directory}/{file.name}" for file in files]
+
+
+def _byte_level_bpe(vocabulary_path: ReadFile, merges_path: ReadFile) -> dict:
     try:
-        vocabulary, merges = models.BPE.read_file(str(vocabulary_path), str(merges_path))
+        with _on_disk(vocabulary_path, merges_path) as paths:
+            vocabulary, merges = models.BPE.read_file(*paths)
         models.BPE(vocabulary, merges)
     except Exception as error:  # the library's errors have no class of their own
         raise UserError(f"{vocabulary_path} and {merges_path.name}: not the files of a byte-level "
@@ -66,9 +79,10 @@ def _byte_level_bpe(vocabulary_path: Path, merges_path: Path) -> dict:
     }
 
 
-def _wordpiece(path: Path) -> dict:
+def _wordpiece(path: ReadFile) -> dict:
     try:
-        vocabulary = models.WordPiece.read_file(str(path))
+        with _on_disk(path) as paths:
+            vocabulary = models.WordPiece.read_file(*paths)
     except Exception as error:  # the library's errors have no class of their own
         raise UserError(f"{path}: not a vocabulary of WordPiece, one piece a line "
                         f"({first_line(error)})") from error

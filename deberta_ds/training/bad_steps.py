@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import read_run_record
+from deberta_ds.cluster import dist
 from deberta_ds.config.batch_schedule import rows_before
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.training.setup import read_record
 from deberta_ds.training.step import BadStepError
 
 WINDOW = 100  # accepted steps that a loss is compared with
@@ -78,7 +79,8 @@ class BadSteps:
             return "skip", f"no update: {problem}", place
         path = self._checkpoint(step, problem)
         find.load(self._engine, path)
-        self.spikes = SpikeRule(train.spike_sigmas, read_record(path).recent_losses)
+        self.spikes = SpikeRule(train.spike_sigmas, dist.together(
+            lambda: read_run_record(path)).recent_losses)
         return "rollback", f"weights and optimizer of {path}: {problem}", place
 
     def _checkpoint(self, step: int, problem: str) -> Path:

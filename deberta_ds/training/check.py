@@ -13,26 +13,24 @@ from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.config import own_parts, run_config
 from deberta_ds.config.options import ConfigError, raise_problems
-from deberta_ds.config.run_config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
+from deberta_ds.config.run_config import RunConfig, decides_weights
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.engine import ds_config, engine, passes
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import freeze_problems, objective_of
 from deberta_ds.training import best
 
+MEASURED = ("held-out ", "minimal pairs")  # names of inputs that decide scores, not weights
 
-def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | None,
-              place: str) -> None:
-    """Raise ConfigError with every cross problem of a run; `tokenizer_size` None is not checked."""
+
+def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
+    """Raise ConfigError with every cross problem of a run, but for those of its inputs."""
     problems = own_parts.problems(run)
     try:
         ds_config.accumulation_steps(run, world_size)
     except ConfigError as error:
         problems.append(str(error))
     model, train, optim = run.model, run.train, run.optim
-    if tokenizer_size is not None and model.vocab_size < tokenizer_size:
-        problems.append(f"model.vocab_size = {model.vocab_size}: smaller than the {tokenizer_size} "
-                        f"ids of {run.data.tokenizer}; raise it (a multiple of 64 is fast)")
     if run.data.seq_len > model.max_position:
         problems.append(f"data.seq_len = {run.data.seq_len}: above model.max_position = "
                         f"{model.max_position}, the longest sequence of the model")
@@ -52,6 +50,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
         problems.append(f"train.batch_warmup_steps = {train.batch_warmup_steps}: more than "
                         f"train.steps = {train.steps}")
     problems += freeze_problems(run, ds)
+    problems += ds_config.problems_on_this_node(ds)
     problems += ds_config.problems_with_optimizer(optim.name, ds)
     if train.cuda_graph == "on" and (found := passes.obstacle(run, ds, engine.device_type())):
         problems.append(f"train.cuda_graph = 'on': {found}; or write train.cuda_graph = \"auto\"")
@@ -73,35 +72,45 @@ def check_alike(values: dict[str, Any]) -> None:
                       + listed(found))
 
 
-def check_identity(run: RunConfig, content_hashes: dict[str, str], tokenizer_sha256: str,
-                   record: RunRecord, place: str) -> None:
-    """Raise CheckpointError with a diff if a checkpoint's run.json is of another run.
+def check_identity(run: RunConfig, identity: dict[str, str], record: RunRecord, place: str
+                   ) -> list[str]:
+    """Raise CheckpointError with a diff if a checkpoint's run.json is of another run; return lines
+    on what is measured with other data now.
 
-    Corpora and tokenizer are what is in their files, wherever these lie: `content_hashes` {path of
-    a source: hex} and `tokenizer_sha256` are compared with the saved ones, the paths are not.
+    Inputs are what is in their files, wherever these lie: `identity` is compared with the saved
+    one, the paths are not.
     """
     now, then = _now_and_then(run, record)
+    saved = {"tokenizer": record.tokenizer_sha256} | record.content_hashes
     lines = [_difference(key, *(json.dumps(values.get(key), ensure_ascii=False)
                                for values in (then, now)))
              for key in sorted(now.keys() | then.keys())
-             if now.get(key) != then.get(key) and _is_identity(key)]
-    if record.tokenizer_sha256 != tokenizer_sha256:
-        lines.append(_difference(
-            "data.tokenizer", f"{then['data.tokenizer']}, sha256 {record.tokenizer_sha256}",
-            f"{now['data.tokenizer']}, sha256 {tokenizer_sha256}"))
+             if now.get(key) != then.get(key) and decides_weights(key)]
     sources = itertools.zip_longest(
-        _described_sources(then["data.sources"], record.content_hashes),
-        _described_sources(now["data.sources"], content_hashes), fillvalue=("none", "none"))
+        _described_sources(then["data.sources"], saved),
+        _described_sources(now["data.sources"], identity), fillvalue=("none", "none"))
     lines += [_difference(f"data.sources[{number}]", *map(": ".join, pair))
               for number, pair in enumerate(sources) if pair[0][1] != pair[1][1]]
-    lines += [_difference(name, f"sha256 {record.content_hashes[name]}", f"sha256 {sha256}")
-              for name, sha256 in own_parts.digests(run).items()
-              if record.content_hashes.get(name, sha256) != sha256]
+    others = {name: (saved[name], digest) for name, digest in identity.items()
+              if name in saved and saved[name] != digest
+              and name not in [source.path for source in run.data.sources]}
+    measured = [name for name in others if name.startswith(MEASURED)
+                or name in run.evaluate.metrics]
+    lines += [_difference(*_named(name, then, now, *others[name]))
+              for name in others if name not in measured]
     if lines:
         raise CheckpointError(
             f"{place} is of another run (- saved, + now):\n  " + "\n  ".join(lines)
             + "\n  change these back, or use another out_dir: for a new run, or to go on from here "
             f'with other data, with [init] from = "{place}" and moments = true')
+    return [f"{name}: other content, {others[name][0][:12]} -> {others[name][1][:12]}: its scores "
+            "are not those of before" for name in measured]
+
+
+def _named(name: str, then: dict, now: dict, saved: str, digest: str) -> tuple[str, str, str]:
+    key, before, after = (f"data.{name}", f"{then['data.tokenizer']}, ",
+                          f"{now['data.tokenizer']}, ") if name == "tokenizer" else (name, "", "")
+    return key, f"{before}sha256 {saved}", f"{after}sha256 {digest}"
 
 
 def _difference(key: str, then: str, now: str) -> str:
@@ -121,16 +130,10 @@ def changed_values(run: RunConfig, record: RunRecord) -> list[str]:
     """Return "key: then -> now" for values that may change on resume and did."""
     now, then = _now_and_then(run, record)
     return [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(now.keys() | then.keys())
-            if now.get(key) != then.get(key) and not _is_identity(key)]
+            if now.get(key) != then.get(key) and not decides_weights(key)]
 
 
 def _now_and_then(run: RunConfig, record: RunRecord) -> tuple[dict, dict]:
     """Return both configs flat; one saved before a key existed gets that key's default."""
     then = record.run("run.json")
     return flatten(run_config.to_dict(run)), flatten(run_config.to_dict(then))
-
-
-def _is_identity(key: str) -> bool:
-    if key in FREE_FIELDS:
-        return False
-    return any(key == field or key.startswith(f"{field}.") for field in IDENTITY_FIELDS)

@@ -9,7 +9,7 @@ from typing import Any
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.config import batch_schedule, own_parts, run_config
+from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.objectives.build import objective_of
@@ -17,8 +17,8 @@ from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.training import meters
 from deberta_ds.training.bad_steps import BadSteps
 from deberta_ds.training.best import Best
+from deberta_ds.training.join import versions
 from deberta_ds.training.meters import Meters, SpeedMeter, TimeUse, WorkMeter, find_slowest
-from deberta_ds.training.setup import versions
 from deberta_ds.training.start import Started
 from deberta_ds.training.step import StepResult
 
@@ -113,7 +113,7 @@ class Journal:
             step=self.step, sequences_seen=self.sequences_seen, tokens_seen=self.tokens_seen,
             seconds=self.seconds, world_size=dist.world_size(), config=run_config.to_dict(run),
             deepspeed=inputs.ds,
-            content_hashes=inputs.dataset.content_hashes | own_parts.digests(run),
+            content_hashes=inputs.identity(),
             tokenizer_sha256=inputs.tokenizer.sha256, versions=versions(),
             recent_losses=list(bad_steps.spikes.losses), since_line=self._since_line,
             time_use=dict(self.meters.time_use.seconds), best=asdict(best),

@@ -24,12 +24,13 @@ from deberta_ds.engine import engine
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.evaluate.held_out import evaluate, score_minimal_pairs
 from deberta_ds.objectives.build import objective_of
+from deberta_ds.tracking.records import read_metrics
 from deberta_ds.training import best
 from deberta_ds.training.bad_steps import BadSteps
+from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.journal import Journal
 from deberta_ds.training.saver import Saver
-from deberta_ds.training.setup import batches_of, kernels_of
-from deberta_ds.training.start import Started, start
+from deberta_ds.training.start import Started, kernels_of, start
 from deberta_ds.training.step import BadStepError, StepResult, train_step
 
 
@@ -87,6 +88,10 @@ def _profiled(run: RunConfig) -> Iterator[Callable[[], None]]:
         yield profiler.step
 
 
+class _StopError(Exception):
+    """An evaluation is asked to stop, on all ranks at the same micro-batch."""
+
+
 class Trainer:
     """The loop, and what it carries from step to step."""
 
@@ -104,6 +109,10 @@ class Trainer:
             self.log.info(note)
         if self.best.value is not None and dist.is_main():  # a kill may have come between
             point_best(find.path_of(run.out_dir, self.best.step))
+        self.saved_at = self.journal.step if record else -1
+        self.is_own = record is not None and started.found.path is not None and (
+            started.found.path.parent.parent == Path(run.out_dir))
+        self.is_cut_short = False  # by a signal in an evaluation
         self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files,
                            self.log.info)
         self.stop_request.resumes_from = f"step {self.journal.step:,}"
@@ -114,6 +123,8 @@ class Trainer:
         """Train to the last step or train.stop_after; return whether a signal stopped it."""
         run, train, journal = self.run, self.run.train, self.journal
         end = min(train.steps, train.stop_after or train.steps)
+        if self._lacks_its_scores() and self._evaluate():  # a signal came before
+            self._save(is_best=True)
         batches = batches_of(run, self.inputs, start=journal.step, end=end)
         self.meters.speed.start()
         while journal.step < end and not self._is_past_its_best():
@@ -135,22 +146,28 @@ class Trainer:
             self.meters.watchdog.beat(journal.step)
             # -------------------------------------------------------------------------------------
             step, is_best, ends = journal.step, False, journal.step == end or result.request
+            is_due = self.saver.is_due(step)
             if step % train.log_every == 0 or step == end:
                 journal.train_line(rate)
-            if step % train.eval_every == 0 or step == train.steps:
+            if self._is_scored(step):
+                if is_due and not train.best_metric:  # a save that needs no score waits for none
+                    self._save(is_best=False)
+                    is_due = False
                 is_best = self._evaluate()
                 ends |= self._is_past_its_best()
                 if not ends:  # the end says it, too
                     journal.say_where_time_goes()
             self.finish_save(wait=False)
-            if self.saver.is_due(step) or is_best or ends:
+            stops = result.request or self.is_cut_short
+            ends |= stops
+            if is_due or is_best or ends and self.saved_at != step:
                 self._save(is_best)
             if ends:
                 with self.meters.during("saves"):
                     self.finish_save(wait=True)
                 dist.together(self.log.check)
                 journal.say_where_time_goes()
-            if result.request and step < end:
+            if result.request and step < end or self.is_cut_short:
                 why = self.stop_request.reason or "another rank"
                 journal.end("stop", f"asked to by {why}; saved, exit code {EXIT_REQUEUE}: the same "
                             "command goes on from here")
@@ -192,23 +209,49 @@ class Trainer:
         self.bad_steps.accept(result.loss)
         self.journal.count(result)
 
+    def _is_scored(self, step: int) -> bool:
+        return step % self.run.train.eval_every == 0 or step == self.run.train.steps
+
+    def _lacks_its_scores(self) -> bool:
+        """Return whether the checkpoint that was loaded was saved before its evaluation ended."""
+        step = self.journal.step
+        if not (self.inputs.held_out and self.is_own and self._is_scored(step)):
+            return False
+        return dist.from_main(lambda: not any(
+            record["kind"] == "eval" and record["step"] == step
+            for record in read_metrics(self.log.path)))
+
+    def _look(self) -> None:
+        """Raise _StopError, on every rank, if any rank was asked to stop."""
+        asked = torch.tensor(float(bool(self.stop_request)), device=self.engine.device)
+        if dist.sum_over_ranks(asked):
+            raise _StopError
+
     def _evaluate(self) -> bool:
-        """Score the held-out rows; return whether train.best_metric has not been better before."""
+        """Score the held-out rows; return whether train.best_metric has not been better before.
+
+        A request to stop ends it without scores: the next start begins with it.
+        """
         run, inputs, device = self.run, self.inputs, self.engine.device
         if not inputs.held_out:
             return False
-        with self.meters.during("evaluations"):
-            scores = evaluate(self.engine, self.objective, device, inputs.held_out,
-                              run.train.micro_batch_size, run.evaluate.metrics)
-            if inputs.pairs[0]:
-                scores |= score_minimal_pairs(self.engine, self.objective, device, *inputs.pairs,
-                                              inputs.tokenizer)
+        try:
+            with self.meters.during("evaluations"):
+                scores = evaluate(self.engine, self.objective, device, inputs.held_out,
+                                  run.train.micro_batch_size, run.evaluate.metrics, self._look)
+                if inputs.pairs[0]:
+                    scores |= score_minimal_pairs(self.engine, self.objective, device,
+                                                  *inputs.pairs, inputs.tokenizer, self._look)
+        except _StopError:
+            self.is_cut_short = True
+            return False
         self.journal.scores(scores)
         metric = best.metric_of(run)
         return metric is not None and self.best.accept(
             metric, self.journal.step, scores.get(run.train.best_metric))
 
     def _save(self, is_best: bool) -> None:
+        self.saved_at = self.journal.step
         record = self.journal.run_record(self.bad_steps, self.best)
         with self.meters.during("saves"):
             self.finish_save(wait=True)

@@ -125,8 +125,10 @@ class TimeUse:
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
         before = time.monotonic()
-        yield
-        self.seconds[what] += time.monotonic() - before
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.monotonic() - before
 
     def shares(self, training_seconds: float) -> dict[str, float]:
         """Return {what: share}, steps first; `training_seconds`: of steps, saves, evaluations."""

@@ -16,14 +16,16 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import counted
+from deberta_ds.checkpoint.upload import check_owner
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data import remote
 from deberta_ds.engine import engine
 from deberta_ds.planner.goodput import STATE_BYTES
 from deberta_ds.training.check import changed_values
-from deberta_ds.training.setup import batches_of, describe, join_group, open_run
-from deberta_ds.training.start import build
+from deberta_ds.training.inputs import batches_of
+from deberta_ds.training.join import join_group
+from deberta_ds.training.start import build, describe, open_run
 from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_step
 
 # Checks of the nodes of a job: clocks, links within and between nodes, disk.
@@ -77,7 +79,7 @@ def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str
 
 
 def _clock_lines(clocks: list[float], hosts: list[str]) -> list[str]:
-    usual = statistics.median(clocks)
+    usual = statistics.median_low(clocks)  # one of them: of two, all of the difference is said
     off = {host: clock - usual for clock, host in zip(clocks, hosts, strict=True)}
     worst = max(off, key=lambda host: abs(off[host]))
     if abs(off[worst]) < _CLOCK_SECONDS:
@@ -161,7 +163,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Where it would go on from a checkpoint, that is verified; the micro-batch sees random weights.
     Raises UserError, on every rank, also if the loss or a gradient is not finite.
     """
-    warnings = join_group(run, ds_values, place)
+    warnings = join_group(run, ds_values, place, {"--resume": resume, "--check": True})
     found, record, inputs = open_run(run, ds_values, place, resume)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
@@ -174,6 +176,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
                                             bool(run.train.best_metric))))
     if run.train.upload:
         dist.on_main(partial(remote.check_writable, run.train.upload))
+        dist.on_main(partial(check_owner, run.out_dir, run.train.upload, resume, claims=False))
         lines.append(f"train.upload = {run.train.upload}: can be written, listed and read")
     if dist.is_main():
         print("\n".join(lines))

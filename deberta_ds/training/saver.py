@@ -6,12 +6,13 @@ at the same step that every file is on the disk, and finish it together.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
+from deberta_ds.base.files import ReadFile
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.checkpoint.save import Save, begin_save, finish_save, is_permanent
@@ -26,7 +27,7 @@ class Saver:
     """The checkpoints of one run."""
 
     def __init__(self, engine, out_dir: str | Path, train: TrainConfig,
-                 tokenizer: dict[str, Path], say: Callable[[str], None]):
+                 tokenizer: Mapping[str, ReadFile], say: Callable[[str], None]):
         self.uploads = dist.together(lambda: Uploads(out_dir, train, say)
                                      if train.upload and dist.is_main() else None)
         if self.uploads:  # what was saved before a kill

@@ -1,32 +1,44 @@
 """Start a run: join the process group, lock out_dir, open the inputs, build the engine."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError, listed
+from deberta_ds.base.errors import EXIT_REQUEUE, UserError, listed
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.checkpoint.save import set_aside
-from deberta_ds.cluster import dist, lock, signals
+from deberta_ds.checkpoint.upload import check_owner
+from deberta_ds.cluster import alarm, dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.config.run_config import RunConfig
-from deberta_ds.engine import engine
+from deberta_ds.config import batch_schedule, run_config
+from deberta_ds.config.options import raise_problems
+from deberta_ds.config.run_config import RunConfig, SourceConfig
+from deberta_ds.config.toml_files import non_default_texts
+from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.state import check_restorable
+from deberta_ds.model.backbone import on_meta
+from deberta_ds.model.kernels import kernel_table
 from deberta_ds.objectives.base import MINIMAL_PAIRS, own_metrics
-from deberta_ds.objectives.build import held_parameters, objective_of
+from deberta_ds.objectives.build import build_model, held_parameters, objective_of
 from deberta_ds.release.initialize import initial_tensors, shape_differences
 from deberta_ds.release.vocabulary import has_other_tokens
+from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking import trackers
 from deberta_ds.tracking.log import RunLog
-from deberta_ds.training.check import changed_values
-from deberta_ds.training.meters import lost_seconds
-from deberta_ds.training.setup import Inputs, describe, join_group, open_run, write_config
+from deberta_ds.training import meters
+from deberta_ds.training.best import check_link
+from deberta_ds.training.check import changed_values, check_identity
+from deberta_ds.training.inputs import Inputs, open_inputs
+from deberta_ds.training.join import join_group, kernel_choices, versions
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,13 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
 
     Raises UserError, on every rank.
     """
-    warnings = join_group(run, ds_values, place)
+    warnings = join_group(run, ds_values, place, {"--resume": resume, "--check": False})
     stop_request = signals.listen()  # before, a signal ends the process: there is nothing to save
     with lock.held(run.out_dir):
         watchdog.join()
         found, record, inputs = open_run(run, ds_values, place, resume)
+        if run.train.upload:
+            dist.on_main(lambda: check_owner(run.out_dir, run.train.upload, resume, claims=True))
         log = dist.together(lambda: RunLog(
             run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS,
                                                   *own_metrics(run.evaluate.metrics)),
@@ -63,29 +77,115 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
                                                *map(trackers.callback, callbacks)]))
         for line in (*describe(run, inputs, origins), *warnings, *found.warnings()):
             log.info(line)
-        dist.together(lambda: write_config(run, inputs, origins))
+        dist.on_main(lambda: write_config(run, inputs, origins))
+        _leave_if_asked(stop_request)
         model_engine = build(run, inputs, record, log.info)
         if record:
             _restore(run, inputs, found, record, model_engine, log)
-        before, now = dist.together(lambda: lost_seconds(log.path, record))
+        _leave_if_asked(stop_request)
+        before, now = dist.together(lambda: meters.lost_seconds(log.path, record))
         dist.together(lambda: log.truncate(record.step if record else 0))
+        dist.barrier()
+        alarm.end()  # from here on the watchdog sees who fails
         yield Started(found, record, inputs, log, stop_request, model_engine, before, now)
+
+
+def _leave_if_asked(request: signals.StopRequest) -> None:
+    """End the start, on every rank, if any rank was asked to stop: there is nothing to save."""
+    if any(dist.gather_objects(bool(request))):
+        raise SystemExit(EXIT_REQUEUE)
+
+
+def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
+             ) -> tuple[find.Found, RunRecord | None, Inputs]:
+    """Find where the run goes on, open its inputs and check them; the group is joined.
+
+    Returns what was found, its run.json (None at step 0) and the inputs. Raises UserError, on every
+    rank.
+    """
+    found = find.find(run.out_dir, resume)
+    record = dist.together(lambda: read_run_record(found.path) if found.path else None)
+
+    def check() -> None:
+        raise_problems(place, batch_schedule.problems_with_ranks(
+            run.train, dist.world_size(), record.step if record else 0))
+        check_link(run)
+
+    dist.together(check)
+    inputs = open_inputs(run, ds_values, place)
+    if record:
+        measured = check_identity(run, inputs.identity(), record, str(found.path))
+        found = replace(found, skipped=(*found.skipped, *measured))
+    return found, record, inputs
+
+
+def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
+    """Return what a user wants to know at the start: non-default values, the model, the inputs."""
+    values, usual = run_config.to_dict(run), run_config.to_dict(SourceConfig(path=" "))
+    for source in values["data"]["sources"]:
+        for key in [key for key in source if source[key] == usual[key]]:
+            del source[key]
+    lines = non_default_texts(values, origins, "run")
+    stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
+    matmuls = ds_config.matmul_precision(inputs.ds)
+    if matmuls != precision:
+        precision += f" weights with {matmuls} matmuls"
+    if run.train.tf32 and engine.local_device().type == "cuda":
+        precision += ", fp32 matmuls in TF32"
+    lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
+                 f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
+    lines.append(f"kernels: {kernels_of(run, inputs.ds)}")
+    lines += _frozen_lines(run, precision)
+    first, full = run.train.initial_batch_size, run.train.global_batch_size
+    if first:
+        lines.append(f"batch size warm-up: from {first:,} to {full:,} sequences in "
+                     f"{run.train.batch_warmup_steps:,} of {run.train.steps:,} steps")
+    return lines + [line for one in inputs.opened.values() for line in one.lines]
+
+
+def _frozen_lines(run: RunConfig, precision: str) -> list[str]:
+    """Return how much is not trained, and until when."""
+    sizes = {name: p.numel() for name, p in on_meta(build_model, run).named_parameters()}
+    frozen, waiting = held_parameters(run, sizes)
+    lines = [f"frozen {until}: {format_count(sum(sizes[name] for name in names))} parameters"
+             for until, names in (("all along", frozen),
+                                  (f"before step {run.train.freeze_steps:,}", waiting)) if names]
+    if frozen and not precision.startswith("fp32"):
+        lines.append(f"WARNING: frozen parts have no fp32 copy and are rounded to {precision}, in "
+                     "exports too; to keep them, write torch_autocast for it in the DeepSpeed JSON")
+    return lines
+
+
+def kernels_of(run: RunConfig, ds: dict) -> str:
+    """Return `kernel_choices` of a run as one line."""
+    return kernel_table.in_a_line(kernel_choices(run.model, ds, run.data.seq_len))
+
+
+def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> None:
+    """Write OUT/config.json: the run, DeepSpeed dict, origins, versions, data. Rank 0 alone."""
+    record = {"run": run_config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
+              "versions": versions(), "content_hashes": inputs.identity(),
+              "world_size": dist.world_size(), "parameters": inputs.num_parameters,
+              "kernels": kernel_choices(run.model, inputs.ds, run.data.seq_len),
+              "hardware": meters.hardware(engine.local_device()),
+              "device": engine.local_device().type, **meters.source()}
+    write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")
 
 
 def build(run: RunConfig, inputs: Inputs, record: RunRecord | None, say: Callable[[str], None]):
     """Return the engine of a run, with the weights of `[init]` unless it goes on from `record`."""
-    tensors, notes = ({}, []) if record else first_weights(run)
+    tensors, notes = ({}, []) if record else first_weights(run, inputs.tokenizer)
     for line in notes:
         say(line)
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors,
                                                    say)
     check_restorable(model_engine)
     if run.init.moments and not record:
-        say(f"init: optimizer state of {_take_moments(run, model_engine)}")
+        say(f"init: optimizer state of {_take_moments(run, inputs, model_engine)}")
     return model_engine
 
 
-def _take_moments(run: RunConfig, model_engine) -> Path:
+def _take_moments(run: RunConfig, inputs: Inputs, model_engine) -> Path:
     """Load the source of [init] with its optimizer's state, bit for bit; return the checkpoint."""
     def opened() -> Path:
         try:
@@ -100,7 +200,7 @@ def _take_moments(run: RunConfig, model_engine) -> Path:
                                   f"{saved.optim.name!r}, the run has {run.optim.name!r}; set it "
                                   "as there, or leave init.moments out")
         others = shape_differences(run.model, saved.model)
-        if has_other_tokens(run.init.source, run.data.tokenizer):
+        if has_other_tokens(run.init.source, inputs.tokenizer):
             others.append(f"data.tokenizer = {run.data.tokenizer} (source: other tokens)")
         names = [name for name, _ in model_engine.module.named_parameters()]
         if held_parameters(saved, names)[0] - held_parameters(run, names)[0]:
@@ -137,11 +237,11 @@ def _restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecor
         log.info(line)
 
 
-def first_weights(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
+def first_weights(run: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Tensor], list[str]]:
     """Return what `[init] from` gives, on rank 0; DeepSpeed hands rank 0's weights to the others.
 
     A resumed run does not need it.
     """
     if not (run.init.source or run.init.generator):
         return {}, []
-    return dist.together(lambda: initial_tensors(run) if dist.is_main() else ({}, []))
+    return dist.together(lambda: initial_tensors(run, tokenizer) if dist.is_main() else ({}, []))

@@ -89,6 +89,6 @@ def test_a_batch_that_would_never_be_full_is_refused(tmp_path):
     run, _ = run_config.load(make_run(tmp_path), ["--train.initial_batch_size=2",
                                               "--train.batch_warmup_steps=21"])
     with pytest.raises(ConfigError, match="train.batch_warmup_steps = 21: more than train.steps"):
-        check_run(run, {}, 1, None, "run.toml")
+        check_run(run, {}, 1, "run.toml")
     shorter = replace(run, train=replace(run.train, batch_warmup_steps=20))
-    check_run(shorter, {}, 1, None, "run.toml")
+    check_run(shorter, {}, 1, "run.toml")

@@ -34,9 +34,9 @@ def test_run_file_is_valid_with_every_deepspeed_config(path):
         values = ds_config.load(file)
         if run.optim.name == "muon" and "offload" in file.stem:
             with pytest.raises(ConfigError, match="offload_optimizer out, or use adamw"):
-                check_run(run, values, world_size, None, "")
+                check_run(run, values, world_size, "")
             continue
-        check_run(run, values, world_size, None, f"{path} with {file}")
+        check_run(run, values, world_size, f"{path} with {file}")
         ds_config.resolve(run, values, world_size)
 
 

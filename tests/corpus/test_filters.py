@@ -16,7 +16,6 @@ from data_helpers import (
     stored_texts,
     tiny_tokenizer,
     tokenize,
-    tokenizer_path,
     tree,
 )
 
@@ -261,7 +260,7 @@ def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tm
     assert report["changed"]["masked: email"] == [9, 9]
     examples = report["examples"]["function: no_foxes"]
     assert len(examples) == 20 and all(text in texts for _, text in examples)
-    tried = try_filters(units, tmp_path / "try", rules, read=READ, tokenizer=tokenizer_path())
+    tried = try_filters(units, tmp_path / "try", rules, read=READ, tokenizer=tiny_tokenizer())
     assert {**tried, "rules": 0} == {**report, "rules": 0}
     page = write_filters_page(tmp_path / "try").read_text()
     assert "function: no_foxes" in page and str(source) in page and tried["summary"] in page

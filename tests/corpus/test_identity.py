@@ -40,7 +40,8 @@ def record_of(run: RunConfig) -> RunRecord:
 
 
 def check(run: RunConfig, record: RunRecord) -> None:
-    check_identity(run, content_hashes(run), Tokenizer(run.data.tokenizer).sha256, record, "step-1")
+    identity = content_hashes(run) | {"tokenizer": Tokenizer(run.data.tokenizer).sha256}
+    check_identity(run, identity, record, "step-1")
 
 
 def changed(run: RunConfig, section: str, **values) -> RunConfig:

@@ -157,7 +157,7 @@ def test_refuses_what_is_no_checkpoint_and_a_corpus_that_changed(corpora, tmp_pa
 
 
 def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
-    from deberta_ds.training.setup import _open
+    from deberta_ds.training.inputs import open_inputs
 
     web, wiki, _ = corpora
     first = run_of([SourceConfig(path=web), SourceConfig(path=wiki)])
@@ -167,7 +167,7 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     values = run_config.to_dict(run_of([SourceConfig(path=wiki)], seed=9))
     values["data"]["sources"] = tomllib.loads(printed)["data"]["sources"]
     second = run_config.from_dict(values)
-    dataset = _open(second)[1]
+    dataset = open_inputs(second, {}, "").dataset
     assert np.array_equal([dataset.locate(g) for g in range(20)],
                           [dataset_of(second).locate(g) for g in range(20)])
     assert not rows_of(first) & {(wiki, dataset.locate(g)[1]) for g in range(20)}

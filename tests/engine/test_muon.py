@@ -122,7 +122,7 @@ def test_offload_is_refused(tmp_path, section, refused):
     problems = problems_with_optimizer("muon", {"zero_optimization": zero})
     assert [text.startswith("optim.name = 'muon'") for text in problems] == [True] * refused
     run, _ = load(make_run(tmp_path, warmup_steps='5\nname = "muon"'))
-    for check in (lambda: check_run(run, {"zero_optimization": zero}, 1, None, ""),
+    for check in (lambda: check_run(run, {"zero_optimization": zero}, 1, ""),
                   lambda: make_plan(run, {"zero_optimization": zero}, gpu=GPUS["h100"], gpus=1,
                                     nodes=1, mfu=0.4)):
         with pytest.raises(ConfigError, match="or use adamw") if refused else nullcontext():

@@ -107,9 +107,9 @@ def test_what_cannot_be_a_graph_is_named(tmp_path, values, device, reason, monke
     run, _ = run_config.load(make_run(tmp_path), ["--train.cuda_graph=on"])
     monkeypatch.setattr(engine, "device_type", lambda: device)
     with pytest.raises(ConfigError, match=f"train.cuda_graph = 'on': .*{reason}.*\"auto\""):
-        check_run(run, values, 1, None, "run.toml")
+        check_run(run, values, 1, "run.toml")
     automatic = replace(run, train=replace(run.train, cuda_graph="auto"))
-    check_run(automatic, values, 1, None, "run.toml")
+    check_run(automatic, values, 1, "run.toml")
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])

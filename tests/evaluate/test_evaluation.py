@@ -23,7 +23,7 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.report.rundata import read_run
 from deberta_ds.report.tables import evaluation_by_corpus
 from deberta_ds.tracking.records import corpora_of
-from deberta_ds.training import setup
+from deberta_ds.training.inputs import open_inputs
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def test_a_batch_that_a_rank_repeats_for_company_is_not_counted(root):
 def test_a_run_names_several_corpora(root):
     names = f'--data.heldout={{de = "{root}/heldout", en = "{root}/other"}}'
     run = loaded(root, names, "--train.eval_sequences=3")
-    held_out = setup._open(run)[2]
+    held_out = open_inputs(run, {}, "run.toml").held_out
     assert {name: len(rows) for name, rows in held_out.items()} == {"de": 3, "en": 3}
     assert run_config.from_dict(run_config.to_dict(run)) == run
-    alone = setup._open(loaded(root, "--train.eval_sequences=3"))[2]
+    alone = open_inputs(loaded(root, "--train.eval_sequences=3"), {}, "").held_out
     assert list(alone) == [f"{root}/heldout"]
     assert [row.row for row in alone[f"{root}/heldout"]] == [row.row for row in held_out["de"]]
     for wrong, message in (('{"a/b" = "x"}', "letters"), ('{de = ""}', "directory"),
@@ -100,10 +100,10 @@ def test_a_flipped_byte_of_a_held_out_corpus_is_found_when_all_is_verified(root,
     shard = sorted((tmp_path / "damaged/tokens").iterdir())[0]
     flip_a_bit(shard)
     run = loaded(root, f"--data.heldout={tmp_path}/damaged", "--train.eval_sequences=3")
-    setup._open(run)  # sizes alone do not show it
+    open_inputs(run, {}, "")  # sizes alone do not show it
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, verify="full"))
     with pytest.raises(UserError, match=f"{shard.name}: xxh3 checksum differs"):
-        setup._open(run)
+        open_inputs(run, {}, "")
 
 
 def test_the_page_shows_each_corpus(root, tmp_path):

@@ -107,7 +107,8 @@ def test_a_learning_rate_that_was_given_stays(process_group, tmp_path):
 def test_sift_has_the_published_weight_unless_it_is_set(tmp_path, monkeypatch):
     monkeypatch.setattr("deberta_ds.engine.engine.check_deepspeed", lambda *_: [])
     monkeypatch.setattr("deberta_ds.finetuning.models.open_start", lambda *_: tiny_start())
-    monkeypatch.setattr("deberta_ds.training.setup.join_with_kernels", lambda choose: ["none"])
+    monkeypatch.setattr("deberta_ds.training.join.agreed_kernels", lambda choose: ["none"])
+    monkeypatch.setattr("deberta_ds.training.join.join", lambda asked: None)
     given = argparse.Namespace(
         sift=True, config=None, data="x", deepspeed_config=None, model="m", tokenizer=None, seeds=1,
         out=tmp_path, carve_train=[], any_size=True, max_bad=0, skip_test=False)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 import rank_helpers
@@ -12,6 +11,7 @@ from export_cases import BASE, random_state, run_config
 from launching import ROOT
 from transformers import AutoModel, AutoTokenizer
 
+from deberta_ds.base.files import read_file
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.convert import write_microsoft
@@ -31,7 +31,7 @@ def public_files(directory) -> None:
     run = dataclasses.replace(run, model=ModelConfig(**BASE | {
         "num_layers": 12, "hidden_size": 16, "intermediate_size": 32, "position_buckets": 32}))
     release = release_of_state(random_state(build_model(run)), run)
-    release.tokenizer_files = {"spm.model": Path(tokenizer_path())}
+    release.tokenizer_files = {"spm.model": read_file(tokenizer_path())}
     write_microsoft(release, directory)
     (directory / "model_config.json").rename(directory / "config.json")
 

@@ -56,7 +56,7 @@ def test_fine_tuning_ranks_with_other_settings_are_named(tmp_path):
               tokenizer_path(), "--out", str(tmp_path / "out")]
     codes, text = start(tmp_path, [common, [*common, "--t.epochs=7"]],
                         rank_helpers.PRETRAIN.with_name("finetune.py"))
-    assert codes == [2, 2] and "t settings.epochs = 7, on rank 0 " in text, text
+    assert codes == [2, 2] and "--t.epochs = '7', on rank 0 " in text, text
 
 
 @pytest.mark.multi
@@ -69,8 +69,9 @@ def test_a_kernel_that_fails_on_one_node_ends_the_run_on_all(tmp_path):
     codes, text = start(tmp_path, [[how, str(tmp_path), *common] for how in ("passes", "dies")],
                         script)
     assert codes == [2, 2] and "check passed" not in text, text
-    assert text.count("error: attention: the fused kernel fails its check on node1, cpu: its "
-                      "process ends with SIGABRT\nCUDA error: an illegal memory access") == 1, text
+    assert text.count("error: rank 1 on node1: attention: the fused kernel fails its check on "
+                      "node1, cpu: its process ends with SIGABRT\nCUDA error: an illegal memory "
+                      "access") == 1, text
     assert "--model.attention=dense in pretraining" in text
     kept, = tmp_path.rglob("kernels.json")
     assert kept.parts[-3] == "node0" and "largest error 1.0e-06" in kept.read_text()

@@ -13,7 +13,8 @@ from deberta_ds.checkpoint.find import list_finished, newest, step_of
 from deberta_ds.config import run_config
 from deberta_ds.objectives import rtd
 from deberta_ds.tracking.records import read_metrics
-from deberta_ds.training import best, loop, setup
+from deberta_ds.training import best, loop
+from deberta_ds.training.inputs import open_inputs
 
 
 def evaluations(out) -> dict[int, float]:
@@ -51,7 +52,7 @@ def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
 def test_a_best_of_other_rows_counts_no_more(tmp_path):
     overrides = ["--train.best_metric=generator_loss"]
     run, _ = run_config.load(make_run(tmp_path), overrides)
-    tokenizer, _, held_out = setup._open(run)
+    held_out = open_inputs(run, {}, "").held_out
     scored = best.what_is_scored(run, held_out, [])
     assert scored == best.what_is_scored(run, {"moved": held_out[run.data.heldout]}, [])
     fewer = best.what_is_scored(run, {"": held_out[run.data.heldout][:8]}, [])

@@ -19,7 +19,7 @@ from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.state import layout_of
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.setup import batches_of
+from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.start import start
 from deberta_ds.training.step import train_step
 

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def test_a_rollback_goes_on_with_the_losses_of_its_checkpoint(monkeypatch):
     monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(Path("step-1")))
     monkeypatch.setattr(bad_steps.find, "load", lambda *_: None)
-    monkeypatch.setattr(bad_steps, "read_record", lambda path: SimpleNamespace(
+    monkeypatch.setattr(bad_steps, "read_run_record", lambda path: SimpleNamespace(
         recent_losses=[2.0, 3.0]))
     train = TrainConfig(on_spike="rollback", spike_sigmas=3.0, global_batch_size=8,
                         micro_batch_size=8, steps=9)
@@ -45,13 +45,12 @@ def test_a_journal_goes_on_where_its_checkpoint_was(monkeypatch):
         steps=20, global_batch_size=8, micro_batch_size=8, initial_batch_size=0,
         batch_warmup_steps=0))
     monkeypatch.setattr(journal.run_config, "to_dict", lambda run: {})
-    monkeypatch.setattr(journal.own_parts, "digests", lambda run: {})
     lines, record = [], RunRecord(**RUN_RECORD | {
         "step": 10, "tokens_seen": 70, "config": {}, "since_line": {"tokens": 5.0}})
     monkeypatch.setattr(journal, "objective_of", lambda run: SimpleNamespace(
         flops_per_token=lambda run: 1.0, means=lambda run, sums: sums))
     inputs = SimpleNamespace(ds={}, tokenizer=SimpleNamespace(sha256=""), dataset=SimpleNamespace(
-        num_rows={"a": 40}, content_hashes={}))
+        num_rows={"a": 40}), identity=lambda: {})
     started = SimpleNamespace(
         record=record, inputs=inputs, lost_before=5.0, lost_now=2.0,
         found=SimpleNamespace(begun_from=""), log=SimpleNamespace(metrics=lines.append),

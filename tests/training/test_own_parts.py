@@ -44,7 +44,7 @@ def test_all_examples_at_once_and_resumed_bit_identically(tmp_path):
     assert len(scores) == 2 and all(r["saved_bits"] < 0 < r["state_size"] for r in scores)
     assert {"saved_bits", "state_size"} <= {m.key for m in read_run(tmp_path / "whole").metrics}
     saved = json.loads((tmp_path / "whole/config.json").read_text())["content_hashes"]
-    assert len(saved) == 6 and f"{tmp_path}/own/lion.py:lion" in saved
+    assert sum(".py" in name for name in saved) == 5 and f"{tmp_path}/own/lion.py:lion" in saved
 
     schedule = tmp_path / "own/inverse_sqrt.py"
     schedule.write_text(schedule.read_text() + "\n# edited\n")

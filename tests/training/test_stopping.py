@@ -14,11 +14,12 @@ import rank_helpers
 from launching import ROOT, deepspeed_json, make_run, options_of
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
+from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.cluster import dist, lock
 from deberta_ds.cluster.watchdog import EXIT_STUCK
 from deberta_ds.config.run_config import DataConfig, TrainConfig
 from deberta_ds.tracking.records import read_metrics
-from deberta_ds.training import bad_steps, setup
+from deberta_ds.training import bad_steps
 from deberta_ds.training import step as train_step
 from deberta_ds.training.bad_steps import SpikeRule
 from deberta_ds.training.step import BadStepError
@@ -106,7 +107,8 @@ def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeyp
     path, loaded = Path("out/checkpoints/step-00000100"), []
     monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(path))
     monkeypatch.setattr(bad_steps.find, "load", lambda engine, path: loaded.append(path))
-    monkeypatch.setattr(bad_steps, "read_record", lambda path: SimpleNamespace(recent_losses=[]))
+    monkeypatch.setattr(bad_steps, "read_run_record",
+                        lambda path: SimpleNamespace(recent_losses=[]))
     train = TrainConfig(on_spike="rollback", global_batch_size=8, micro_batch_size=8, steps=1000,
                         initial_batch_size=0, batch_warmup_steps=0)
     found = bad_steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None)
@@ -220,8 +222,8 @@ def test_a_run_file_that_one_rank_cannot_read_is_said(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(dist, "gather_objects", lambda problem: said.append(problem) or said)
     with pytest.raises(UserError, match="run.json: missing") as caught:
-        setup.read_record(tmp_path)
-    assert said == [str(caught.value)] and caught.value.on_every_rank
+        dist.together(lambda: read_run_record(tmp_path))
+    assert said[0][0] == str(caught.value) and caught.value.on_every_rank
 
 
 def test_a_loss_scale_that_cannot_fall_is_one_clear_error():

@@ -14,7 +14,7 @@ def main() -> None:
     run, origins = run_config.load(sys.argv[1])
     words = torch.zeros(run.model.vocab_size, run.model.hidden_size)
     words[7, 3] = torch.nan
-    start.first_weights = lambda run: ({"words.weight": words}, [])
+    start.first_weights = lambda run, tokenizer: ({"words.weight": words}, [])
     rehearsal.rehearse(run, ds_config.load(sys.argv[2]), resume="auto", place=sys.argv[1],
                        origins=origins)
 

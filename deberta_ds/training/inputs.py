@@ -1,0 +1,177 @@
+"""What a run reads (base/inputs.py): one opener for each input, in the order in which they need
+each other. An objective may name more: its `inputs(run)` returns a list of `Input`.
+"""
+
+import hashlib
+import os
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from deberta_ds.base.inputs import Input
+from deberta_ds.base.numbers import format_count
+from deberta_ds.cluster import dist
+from deberta_ds.config import batch_schedule, own_parts
+from deberta_ds.config.model import padded_rows
+from deberta_ds.config.options import raise_problems
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.data.batch import Batch
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.remote import Cache
+from deberta_ds.data.rows import Row, RowDataset, eval_sequences
+from deberta_ds.engine import ds_config
+from deberta_ds.evaluate.held_out import Pairs, open_pairs
+from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.planner.epochs import FEW_EPOCHS, MANY_EPOCHS
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.training.check import check_alike
+
+EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
+Known = dict[str, Input]  # those that are open, by their names
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a run, and the complete DeepSpeed dict."""
+
+    opened: Known
+    ds: dict
+    num_parameters: int
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.opened["tokenizer"].value
+
+    @property
+    def dataset(self) -> RowDataset:
+        return self.opened["corpora"].value
+
+    @property
+    def held_out(self) -> dict[str, list[Row]]:
+        """The sequences of each held-out corpus, by the names of data.heldout."""
+        return self.opened["held-out"].value
+
+    @property
+    def pairs(self) -> tuple[Pairs, list[str]]:
+        return self.opened["minimal pairs"].value
+
+    def identity(self) -> dict[str, str]:
+        return {name: digest for one in self.opened.values()
+                for name, digest in one.identity.items()}
+
+
+def open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
+    """Open all inputs in one phase of all ranks, and check them. UserError on every rank."""
+    def opened() -> Known:
+        known: Known = {}
+        for open_one in INPUTS:
+            one = open_one(run, known)
+            known[one.name] = one
+        known |= {one.name: one for one in getattr(objective_of(run), "inputs", lambda _: [])(run)}
+        raise_problems(place, [text for one in known.values() for text in one.problems])
+        return known
+
+    found = Inputs(dist.together(opened), ds_config.resolve(run, ds_values, dist.world_size()),
+                   count_parameters(on_meta(build_model, run)))
+    check_alike({f"content hash of {name}": digest for name, digest in found.identity().items()})
+    return found
+
+
+def _tokenizer(run: RunConfig, _: Known) -> Input:
+    found, rows = Tokenizer(run.data.tokenizer), run.model.vocab_size
+    problems = [] if rows >= found.size else [
+        f"model.vocab_size = {rows}: smaller than the {found.size} ids of {run.data.tokenizer}; "
+        "raise it (a multiple of 64 is fast)"]
+    fitting = padded_rows(found.size)
+    lines = [] if rows - fitting <= fitting // 10 else [
+        f"WARNING: {rows - fitting:,} of {rows:,} token embeddings are never used "
+        f"({format_count((rows - fitting) * run.model.hidden_size)} parameters): the tokenizer has "
+        f"{found.size:,} ids; a new run without model.vocab_size would have {fitting:,} embeddings"]
+    return Input("tokenizer", found, {"tokenizer": found.sha256}, problems, lines)
+
+
+def _corpora(run: RunConfig, known: Known) -> Input:
+    """Open the corpora, with their stored replacements; each rank verifies its share of shards."""
+    rows = batch_schedule.rows_of_run(run.train)
+    found = sequences_of(run, RowDataset, run.data.sources, known["tokenizer"].value,
+                         seed=run.data.seed, sample_by=run.objective.sample_by, rows_of_run=rows)
+    epochs = found.epochs(rows)
+    lines = [f"data: {rows:,} sequences of {run.data.seq_len} tokens = "
+             f"{format_count(rows * run.data.seq_len)} tokens; epochs: "
+             + ", ".join(f"{path} {share:.2f}" for path, share in epochs.items())]
+    for path, seen in epochs.items():
+        if seen > MANY_EPOCHS:
+            fewer = bisect(range(run.train.steps), rows * FEW_EPOCHS / seen,
+                           key=lambda step: batch_schedule.rows_before(run.train, step + 1)) or 1
+            warmup = max(run.optim.warmup_steps, run.train.batch_warmup_steps)
+            shorter = " with a shorter warm-up" if fewer < warmup else ""
+            lines.append(f"WARNING: {path} is seen {seen:,.0f} times; after a few epochs new "
+                         f"text helps more than repeated text (train.steps = {fewer:,}{shorter}:"
+                         f" {FEW_EPOCHS} times)")
+    available = sum(found.num_rows.values())
+    if run.train.global_batch_size > available:
+        lines.append(f"WARNING: train.global_batch_size = {run.train.global_batch_size:,} is more "
+                     f"than the {available:,} sequences of the data: one step repeats some")
+    return Input("corpora", found, found.content_hashes, lines=lines)
+
+
+def _held_out(run: RunConfig, known: Known) -> Input:
+    data = run.data
+    found = held_out_sequences(run, known["tokenizer"].value, data.heldout_corpora,
+                               data.heldout_replacements, run.train.eval_sequences)
+    trained = {os.path.realpath(source.path) for source in data.sources}
+    return Input(
+        "held-out", found,
+        {f"held-out {name}": hashlib.sha256(b"".join(row.input_ids.tobytes() + row.labels.tobytes()
+                                                     for row in rows)).hexdigest()
+         for name, rows in found.items()},
+        lines=[f"WARNING: {path} is held out and trained on as well: its scores are of sequences "
+               "that the model has seen" for path in data.heldout_corpora.values()
+               if os.path.realpath(path) in trained])
+
+
+def held_out_sequences(run: RunConfig, tokenizer: Tokenizer, corpora: dict[str, str],
+                       replaced: dict[str, str], num_rows: int) -> dict[str, list[Row]]:
+    """Return `num_rows` sequences of each of `corpora` {name: path}, as a run is evaluated on."""
+    return {name: sequences_of(run, eval_sequences, path, tokenizer, eval_seed=EVAL_SEED,
+                               num_rows=num_rows, replaced=replaced.get(name, ""))
+            for name, path in corpora.items()}
+
+
+def sequences_of(run: RunConfig, read: Callable, source: Any, tokenizer: Tokenizer, **more) -> Any:
+    """Return what `read`, of data/rows.py, gives of `source` as the run's data options say."""
+    data = run.data
+    return read(source, tokenizer, seq_len=data.seq_len, mask=run.objective.mask,
+                verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
+                attend_across_documents=data.attend_across_documents,
+                cache=Cache(data.cache, data.cache_gigabytes), **more)
+
+
+def _minimal_pairs(run: RunConfig, known: Known) -> Input:
+    pairs = open_pairs(run, known["tokenizer"].value)
+    return Input("minimal pairs", pairs, {
+        "minimal pairs": hashlib.sha256(repr(pairs).encode()).hexdigest()} if pairs[0] else {})
+
+
+def _own_code(run: RunConfig, _: Known) -> Input:
+    return Input("own code", None, own_parts.digests(run))
+
+
+INPUTS: tuple[Callable[[RunConfig, Known], Input], ...] = (
+    _tokenizer, _corpora, _held_out, _minimal_pairs, _own_code)
+
+
+def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:
+    """Return an iterator over this rank's micro-batches of each of the steps `start` .. `end` - 1.
+    """
+    stretches = batch_schedule.stretches(run.train, start, end)
+    loader = build_loader(
+        inputs.dataset, stretches=stretches, micro_batch_size=run.train.micro_batch_size,
+        rank=dist.rank(), world_size=dist.world_size(), num_workers=run.data.workers)
+    for one in stretches:
+        count = batch_schedule.micro_batches(one.rows, dist.world_size(),
+                                             run.train.micro_batch_size)
+        for _ in range(one.steps):
+            yield [next(loader) for _ in range(count)]

@@ -1,0 +1,96 @@
+"""Runs, corpora, checkpoints, exports and fine-tuned models that version 0.2.0 wrote (its make.sh
+lies with them in golden/version_0_2_0.tar.xz) are read and resumed.
+"""
+
+import json
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import rank_helpers
+from launching import ENVIRONMENT, ROOT
+
+from deberta_ds.tracking.records import read_metrics
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+# Relative: fp32 on another processor, over four updates of 4-dimensional models.
+CLOSE = 1e-4
+PATHS = ("corpus", "heldout", "spm.model", "replaced", "replaced_heldout", "mlm", "rtd", "cached",
+         "more_scores.py:recall")
+
+
+@pytest.fixture
+def made(tmp_path):
+    root = tmp_path / "made"
+    with tarfile.open(ROOT / "tests/golden/version_0_2_0.tar.xz") as archive:
+        archive.extractall(root, filter="data")
+    return root
+
+
+def script(made, name: str, *arguments: str) -> str:
+    """Return what a script prints that is run where the files lie."""
+    done = subprocess.run([sys.executable, ROOT / name, *arguments], cwd=made, env=ENVIRONMENT,
+                          capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind, ranks", [("mlm", 1), ("rtd", 2), ("cached", 1)])
+def test_a_run_goes_on_as_it_did(made, kind, ranks):
+    text = (made / f"{kind}.toml").read_text()
+    for path in PATHS:  # it has moved
+        text = text.replace(f'"{path}"', f'"{made / path}"')
+    text = text.replace(f'name = "{made / kind}"', f'name = "{kind}"')
+    text = text.replace(f'kind = "{made / kind}"', f'kind = "{kind}"')
+    (made / f"{kind}_here.toml").write_text(text)
+    log = rank_helpers.run(ranks, ["--config", str(made / f"{kind}_here.toml"),
+                                   "--deepspeed_config", str(made / "zero1.json")],
+                           made / f"{kind}.log")
+    assert "resume at step 8 " in log
+    found, expected = ([{key: value for key, value in record.items() if isinstance(value, float)
+                         and key in ("loss", "grad_norm") or "accuracy" in key or "_loss" in key}
+                        for record in read_metrics(path)
+                        if record["kind"] in ("train", "eval") and record["step"] > 8]
+                       for path in (made / kind / "metrics.jsonl", made / f"{kind}.expected.jsonl"))
+    assert len(found) == len(expected) == 5
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=CLOSE)
+
+
+def test_a_finished_and_a_killed_fine_tuning_are_known(made):
+    arguments = (made / "finetune.args").read_text().split()
+    before = (made / "finetuned/CB/seed-1/result.json").read_bytes()
+    printed = script(made, "launch/finetune.py", *arguments, "--out", "finetuned", "--seeds", "2")
+    assert "CB seed 1: already there" in printed
+    assert "CB seed 2: goes on after step 9" in printed
+    assert (made / "finetuned/CB/seed-1/result.json").read_bytes() == before
+    result, expected = (json.loads((made / name).read_text()) for name in (
+        "finetuned/CB/seed-2/result.json", "finetuned.expected.json"))
+    assert result["metrics"] == expected["metrics"] and result["steps"] == expected["steps"]
+    for one, other in zip(result["history"], expected["history"], strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
+    script(made, "launch/predict.py", "--model", "finetuned/CB/seed-1", "--data",
+           "superglue/CB/test.jsonl", "--out", "again.jsonl")
+    again, expected = ([json.loads(line)["prediction"] for line in
+                        (made / name).read_text().splitlines()]
+                       for name in ("again.jsonl", "predictions.expected.jsonl"))
+    assert again == expected
+
+
+def test_a_corpus_and_its_findings_are_complete(made):
+    before = (made / "corpus/manifest.json").read_bytes()
+    script(made, "data_prep/dedup.py", "text.jsonl", "--out", "duplicates")
+    script(made, "data_prep/tokenize_corpus.py", "text.jsonl", "--out", "corpus", "--tokenizer",
+           "spm.model", "--unit_bytes", "6000", "--leave_out", "duplicates")
+    script(made, "data_prep/pack.py", "corpus", "--seq_len", "32", "--tokenizer", "spm.model")
+    assert (made / "corpus/manifest.json").read_bytes() == before
+    script(made, "data_prep/verify.py", "corpus", "--verify", "full")
+
+
+def test_a_run_is_scored_and_an_export_gives_a_run_its_weights(made):
+    script(made, "launch/evaluate.py", "--run", "rtd", "--data", "heldout", "--rows", "8")
+    printed = script(made, "launch/fill_mask.py", "--model", "export", "The old [MASK] runs.")
+    assert printed
+    script(made, "launch/pretrain.py", "--config", "rtd.toml", "--deepspeed_config", "zero1.json",
+           "--init.from=export", "--out_dir=another", "--check")
