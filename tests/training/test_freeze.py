@@ -138,7 +138,7 @@ def test_what_cannot_be_frozen_is_named(tmp_path):
     def problems(*freeze, **train) -> str:
         with pytest.raises(ConfigError) as error:
             check_run(with_train(run, freeze=freeze, **train), {"zero_optimization": {
-                "stage": 3, "offload_param": {"device": "nvme"}}}, 1, None, "run.toml")
+                "stage": 3, "offload_param": {"device": "nvme"}}}, 1, "run.toml")
         return str(error.value)
 
     text = problems("embedings", "layers.2-9", "layers.3-1", freeze_steps=20)
