@@ -222,7 +222,9 @@ class Trainer:
             for record in read_metrics(self.log.path)))
 
     def _look(self) -> None:
-        """Raise _StopError, on every rank, if any rank was asked to stop."""
+        """Finish a save that is written; raise _StopError, on every rank, if any was asked to stop.
+        """
+        self.finish_save(wait=False)
         asked = torch.tensor(float(bool(self.stop_request)), device=self.engine.device)
         if dist.sum_over_ranks(asked):
             raise _StopError
