@@ -63,6 +63,33 @@ def _mask_tile(TERM, r, y, width, segment_r, segment_y, value):
     tl.store(place, tl.where(allowed, tl.load(place), value))
 
 
+@triton.jit
+def _mask_tiles(C2P, P2C, K_SEGMENT, r, segment_r, base, j0, width, reach, NQ, NK,
+                HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, BN: tl.constexpr):
+    """Make the sum of both terms -inf for queries r and a block of keys that they do not see."""
+    j = j0 + tl.arange(0, BN)
+    segment_j = tl.load(K_SEGMENT + j, mask=j < NK, other=0)
+    if HAS_C2P:
+        _mask_tile(C2P, r, j - base, width, segment_r, segment_j, float("-inf"))
+    if HAS_P2C:
+        _mask_tile(P2C, j, r - band_edges(j0, reach, NQ)[0], width, segment_j, segment_r,
+                   0.0 if HAS_C2P else float("-inf"))
+
+
+@triton.jit
+def _sum_of_tiles(C2P, P2C, i, j, column, first_i, width, HAS_C2P: tl.constexpr,
+                  HAS_P2C: tl.constexpr, BM: tl.constexpr):
+    """Return the sum of the terms that exist, [i, j], in their dtype."""
+    if HAS_C2P:
+        bias = tl.load(C2P + (i[:, None] * width + column[None, :]))
+    if HAS_P2C:
+        row = tl.max_contiguous(first_i + shuffled(tl.arange(0, BM)), 2)
+        row = tl.multiple_of(row, 2)
+        p2c = tl.trans(tl.load(P2C + (j[:, None] * width + row[None, :])))
+        bias = bias + p2c if HAS_C2P else p2c
+    return bias
+
+
 @triton.jit(do_not_specialize=VARIES)
 def forward_kernel(Q, K, V, C2P, P2C, SUMS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SEGMENT, Q_POSITION,
                    Q_START, Q_STOP, K_SEGMENT, COVER_START, COVER_STOP, RUN_START, RUN_STOP,
@@ -117,34 +144,23 @@ def forward_kernel(Q, K, V, C2P, P2C, SUMS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SE
         segment_r = tl.load(Q_SEGMENT + b * NQ + r, mask=r < NQ, other=0)
         for j0 in range(near_begin, near_end, BN):
             if (j0 < run_start) | (j0 + BN > run_stop):
-                j = j0 + tl.arange(0, BN)
-                segment_j = tl.load(K_SEGMENT + j, mask=j < NK, other=0)
-                if HAS_C2P:
-                    _mask_tile(C2P, r, j - base, width, segment_r, segment_j, float("-inf"))
-                if HAS_P2C:
-                    _mask_tile(P2C, j, r - band_edges(j0, reach, NQ)[0], width, segment_j,
-                               segment_r, 0.0 if HAS_C2P else float("-inf"))
-        tl.debug_barrier()
+                _mask_tiles(C2P, P2C, K_SEGMENT, r, segment_r, base, j0, width, reach, NQ, NK,
+                            HAS_C2P, HAS_P2C, BN)
+        tl.debug_barrier()  # the loop reads what other threads have written
     for j0 in range(near_begin, near_end, BN):
         j0 = tl.multiple_of(j0, BN)
         j = j0 + tl.arange(0, BN)
-        place = i[:, None] * width + (j - base)[None, :]
         first_i = i0 - band_edges(j0, reach, NQ)[0]
         if GATHERED:
-            bias = tl.load(P2C + place)
+            bias = tl.load(P2C + (i[:, None] * width + j[None, :]))
             if HAS_C2P:
                 column = j[None, :] + (columns // 2 - position)[:, None]
                 column = tl.minimum(tl.maximum(column, 0), columns - 1)
                 bias += tl.load(
                     C2P + (i[:, None] * columns + column), mask=in_rows[:, None], other=0.0)
         else:
-            if HAS_C2P:
-                bias = tl.load(C2P + place)
-            if HAS_P2C:
-                column = tl.max_contiguous(first_i + shuffled(tl.arange(0, BM)), 2)
-                column = tl.multiple_of(column, 2)
-                p2c = tl.trans(tl.load(P2C + (j[:, None] * width + column[None, :])))
-                bias = bias + p2c if HAS_C2P else p2c
+            bias = _sum_of_tiles(
+                C2P, P2C, i, j, j - base, first_i, width, HAS_C2P, HAS_P2C, BM)
         if KEEP:
             tl.store(
                 SUMS + (j0 * sums_width + first_i) + vector_places(sums_width, BN, BM, False),
@@ -153,12 +169,11 @@ def forward_kernel(Q, K, V, C2P, P2C, SUMS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SE
             m_i, l_i, acc = _step(q, K, V, DROPPED, k_n, v_n, i, j, j0, rows, NK, bias, scale, m_i,
                                   l_i, acc, DROPOUT, D, PRECISION)
     if KEEP:  # what the key kernel reads besides
-        outer_first = tl.maximum(outer_first // GROUP * GROUP, base)
-        outer_last = tl.minimum((outer_last + GROUP - 1) // GROUP * GROUP, end)
-        for j0 in range(outer_first, outer_last, BN):
+        for j0 in range(tl.maximum(outer_first // GROUP * GROUP, base),
+                        tl.minimum((outer_last + GROUP - 1) // GROUP * GROUP, end), BN):
             if (j0 < near_begin) | (j0 >= near_end):
-                j = j0 + tl.arange(0, BN)
-                place = j[:, None] * sums_width + (r - band_edges(j0, reach, NQ)[0])[None, :]
+                place = (r - band_edges(j0, reach, NQ)[0])[None, :]
+                place += (j0 + tl.arange(0, BN))[:, None] * sums_width
                 tl.store(SUMS + place, tl.full([BN, BM], float("-inf"), tl.float32))
     if FAR and not (GATHERED or ONLY_SUMS):
         batch_heads = tl.num_programs(1).to(tl.int64)

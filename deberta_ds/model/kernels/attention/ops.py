@@ -98,8 +98,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
     sums = _sums(q, k, terms, band, p2c is not None) if keep or p2c is not None else results[2]
     _forward(q, k, v, terms, sums, results, query_facts, key_facts, dropped, band, scale, dropout,
              p2c is not None, sums.numel() > 0, False)
-    kept = [sums, terms[0].edges, terms[1].edges, dropped]
-    return [*results[:2], *kept] if sums.numel() else results
+    kept = [sums, *(x.edges for x in terms), dropped] if sums.numel() else results[2:]
+    return [*results[:2], *kept]
 
 
 def _forward(q, k, v, terms, sums, results, query_facts, key_facts, dropped, band, scale, dropout,
@@ -383,10 +383,10 @@ def _numbers(q, k, v, span: int, scale: float, dropout: float) -> tuple:
 
 
 def _constants(q, has, dropout, far: bool | None, tile: Tile) -> dict:
-    return {"HAS_C2P": has[0], "HAS_P2C": has[1], "DROPOUT": dropout > 0, "D": q.shape[-1],
-            "BM": tile.block_m, "BN": tile.block_n, "PRECISION": _precision(q),
-            "num_warps": tile.warps, "num_stages": tile.stages} | (
-                {} if far is None else {"FAR": far})
+    found = {"HAS_C2P": has[0], "HAS_P2C": has[1], "DROPOUT": dropout > 0, "D": q.shape[-1],
+             "BM": tile.block_m, "BN": tile.block_n, "PRECISION": _precision(q),
+             "num_warps": tile.warps, "num_stages": tile.stages}
+    return found if far is None else found | {"FAR": far}
 
 
 def _product_constants(x: Tensor, tile: Tile) -> dict:
@@ -401,5 +401,4 @@ def _rows_tile(x: Tensor, kind: str) -> Tile:
 
 
 def _rows_grid(x: Tensor, tile: Tile) -> tuple[int, int]:
-    batch, heads, rows, _ = x.shape
-    return _RESIDUES * triton.cdiv(rows, _RESIDUES * tile.block_m), batch * heads
+    return _RESIDUES * triton.cdiv(x.shape[2], _RESIDUES * tile.block_m), x.shape[0] * x.shape[1]
