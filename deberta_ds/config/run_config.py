@@ -310,19 +310,6 @@ class RunConfig:
 
 
 FREE_FIELDS = tuple(f"model.{name}" for name in HOW_COMPUTED)
-_DECIDING = {"data": {"seq_len", "seed", "attend_across_documents"},
-             "train": {"seed", "global_batch_size", "initial_batch_size", "batch_warmup_steps",
-                       "freeze", "freeze_steps"},
-             "optim": {"name"}, "init": {"embeddings_only"}}
-
-
-def decides_weights(key: str) -> bool:
-    """Return whether a resumed run must agree with its checkpoint in `key`, as in the content of
-    its inputs (training/inputs.py); the rest may change and is logged.
-    """
-    section, _, name = key.partition(".")
-    return (section in ("model", "objective") and key not in FREE_FIELDS
-            or name in _DECIDING.get(section, ()))
 
 
 def to_dict(config: Any) -> dict:

@@ -13,7 +13,7 @@ from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.config import own_parts, run_config
 from deberta_ds.config.options import ConfigError, raise_problems
-from deberta_ds.config.run_config import RunConfig, decides_weights
+from deberta_ds.config.run_config import FREE_FIELDS, RunConfig
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.engine import ds_config, engine, passes
 from deberta_ds.objectives.base import MINIMAL_PAIRS
@@ -85,7 +85,7 @@ def check_identity(run: RunConfig, identity: dict[str, str], record: RunRecord, 
     lines = [_difference(key, *(json.dumps(values.get(key), ensure_ascii=False)
                                for values in (then, now)))
              for key in sorted(now.keys() | then.keys())
-             if now.get(key) != then.get(key) and decides_weights(key)]
+             if now.get(key) != then.get(key) and _decides_weights(key)]
     sources = itertools.zip_longest(
         _described_sources(then["data.sources"], saved),
         _described_sources(now["data.sources"], identity), fillvalue=("none", "none"))
@@ -130,10 +130,25 @@ def changed_values(run: RunConfig, record: RunRecord) -> list[str]:
     """Return "key: then -> now" for values that may change on resume and did."""
     now, then = _now_and_then(run, record)
     return [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(now.keys() | then.keys())
-            if now.get(key) != then.get(key) and not decides_weights(key)]
+            if now.get(key) != then.get(key) and not _decides_weights(key)]
 
 
 def _now_and_then(run: RunConfig, record: RunRecord) -> tuple[dict, dict]:
     """Return both configs flat; one saved before a key existed gets that key's default."""
     then = record.run("run.json")
     return flatten(run_config.to_dict(run)), flatten(run_config.to_dict(then))
+
+
+_DECIDING = {"data": {"seq_len", "seed", "attend_across_documents"},
+             "train": {"seed", "global_batch_size", "initial_batch_size", "batch_warmup_steps",
+                       "freeze", "freeze_steps"},
+             "optim": {"name"}, "init": {"embeddings_only"}}
+
+
+def _decides_weights(key: str) -> bool:
+    """Return whether a resumed run must agree with its checkpoint in `key`, as in the content of
+    its inputs (training/inputs.py); the rest may change and is logged.
+    """
+    section, _, name = key.partition(".")
+    return (section in ("model", "objective") and key not in FREE_FIELDS
+            or name in _DECIDING.get(section, ()))

@@ -26,6 +26,7 @@ from deberta_ds.model.kernels.attention.tiles import (
     capability_of,
     choose_product_tile,
     choose_tile,
+    rows_tile,
 )
 from deberta_ds.model.kernels.operators import on_device_of, operator
 
@@ -33,7 +34,6 @@ from deberta_ds.model.kernels.operators import on_device_of, operator
 # key_facts int32 [7,B,L]: segment, first and last + 1 query column of the segment; the same of all
 # segments that enclose the column, and of neighbors of one segment.
 
-_SHORT_ROW = 256
 _DROPPED_ROWS, _DROPPED_WORDS, _ROW_DOT_ROWS = 64, 16, 64  # of a program
 _RESIDUES = 8  # of rows, see `position_bias`
 LOG2_E = backward.LOG2_E.value
@@ -304,7 +304,7 @@ def _term(x: Tensor, table: Tensor | None, facts, band: Band, scale: float) -> _
     batch, heads, rows, size = x.shape
     term = _empty_term(x, table is not None, rows, band)
     if table is not None:
-        tile = _rows_tile(x, "bias")
+        tile = rows_tile(x, "bias")
         position_bias.bias_kernel[_rows_grid(x, tile)](
             x, table, *term, *facts, *x.stride()[:3], rows, heads, band.span, scale * LOG2_E,
             FAR=band.far, **_product_constants(x, tile))
@@ -338,11 +338,11 @@ def _gathered_terms(q: Tensor, c2p_table: Tensor | None, p2c: Tensor, scale: flo
 def _collect(d_term: _Term, x, table: Tensor, dx, facts, keys: int, band: Band) -> Tensor:
     """Add the term's part to dx [B,rows,H,D], and return the table's gradient [C,H,D]."""
     (batch, heads, rows, _), bounds = x.shape, facts[1:]
-    tile = _rows_tile(x, "rows")
+    tile = rows_tile(x, "rows")
     position_bias.row_gradient_kernel[_rows_grid(x, tile)](
         d_term.bias, table, dx, d_term.edges, *bounds, rows, heads, band.span, FAR=band.far,
         **_product_constants(x, tile))
-    tile = _rows_tile(x, "table")
+    tile = rows_tile(x, "table")
     blocks = _RESIDUES * triton.cdiv(len(table), tile.block_n)
     splits = min(batch, triton.cdiv(_PROGRAMS, blocks * heads))
     parts = torch.empty(_RESIDUES * splits, *table.shape, dtype=torch.float32, device=x.device)
@@ -392,12 +392,6 @@ def _constants(q, has, dropout, far: bool | None, tile: Tile) -> dict:
 def _product_constants(x: Tensor, tile: Tile) -> dict:
     return {"D": x.shape[-1], "BR": tile.block_m, "BC": tile.block_n, "PRECISION": _precision(x),
             "num_warps": tile.warps, "num_stages": tile.stages}
-
-
-def _rows_tile(x: Tensor, kind: str) -> Tile:
-    """Return the tile of a product by residue; short sequences would not fill a large one."""
-    tile = choose_product_tile(capability_of(x.device), x.shape[-1], kind)
-    return tile._replace(block_m=min(tile.block_m, 32)) if x.shape[2] <= _SHORT_ROW else tile
 
 
 def _rows_grid(x: Tensor, tile: Tile) -> tuple[int, int]:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 TILES = Path(__file__).with_name("tiles.json")  # to refresh it: docs/explanation/attention.md
-LONG_ROW = 1024
+LONG_ROW, _SHORT_ROW = 1024, 256
 
 
 class Tile(NamedTuple):
@@ -55,6 +56,12 @@ def choose_product_tile(capability: tuple[int, int], size: int, kind: str) -> Ti
     """
     own = tile_table()["sm100"] if (10, 0) <= capability < (12, 0) else {}
     return Tile(*own.get(kind, tile_table()[_architecture(capability)][str(max(size, 32))][kind]))
+
+
+def rows_tile(x: Tensor, kind: str) -> Tile:
+    """Return the tile of a product by residue; short sequences would not fill a large one."""
+    tile = choose_product_tile(capability_of(x.device), x.shape[-1], kind)
+    return tile._replace(block_m=min(tile.block_m, 32)) if x.shape[2] <= _SHORT_ROW else tile
 
 
 def _architecture(capability: tuple[int, int]) -> str:
