@@ -97,7 +97,8 @@ def test_the_example_of_a_callback_stops_a_run_at_a_checkpoint(names, tmp_path, 
         callbacks=[StopAtTarget("discriminator_loss", 1e9)])
     steps = result.metrics.query("kind == 'eval'").step.tolist()
     assert not result.finished and steps[0] == 1 and steps[-1] < 9
-    assert result.checkpoint.name == f"step-{steps[-1]:08d}"
+    # Where the request came before an evaluation, the next start makes it.
+    assert int(result.checkpoint.name.removeprefix("step-")) - steps[-1] in (0, 1)
 
 
 def test_a_long_text_is_cut_only_if_asked(names):
