@@ -14,7 +14,6 @@ replaced.
 import argparse
 import json
 import os
-from hashlib import sha256
 
 from deberta_ds.base.command_line import local_path, natural, parser_for
 from deberta_ds.base.errors import exit_cleanly
@@ -52,6 +51,8 @@ def main() -> None:
                              "word_ids() of the exported tokenizer")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
     options = parser.parse_args()
+
+    from hashlib import sha256
 
     from deberta_ds.base.files import write_atomic
     from deberta_ds.cluster import dist
