@@ -24,7 +24,7 @@ def test_there_are_run_files_and_deepspeed_configs():
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_run_file_is_valid_with_every_deepspeed_config(path):
+def test_run_file_is_valid_with_every_deepspeed_config(path, tmp_path):
     run, _ = run_config.load(path)
     assert run.name == path.stem
     assert run_config.from_dict(run_config.to_dict(run)) == run
@@ -32,6 +32,9 @@ def test_run_file_is_valid_with_every_deepspeed_config(path):
     world_sizes = WORLD_SIZES if run.train.global_batch_size > 1 else (1,)
     for file, world_size in itertools.product(DEEPSPEED, world_sizes):
         values = ds_config.load(file)
+        for section in values["zero_optimization"].values():  # a disk that this machine has
+            if isinstance(section, dict) and "nvme_path" in section:
+                section["nvme_path"] = str(tmp_path)
         if run.optim.name == "muon" and "offload" in file.stem:
             with pytest.raises(ConfigError, match="offload_optimizer out, or use adamw"):
                 check_run(run, values, world_size, "")

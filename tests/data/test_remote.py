@@ -324,9 +324,9 @@ def test_a_pipe_among_remote_files_is_refused(corpus, tmp_path, name):
     place = min((tmp_path / "store").glob(name))
     place.unlink()
     os.mkfifo(place)
-    with pytest.raises(UserError, match=f"{place}: is a pipe; give a file"):
+    with pytest.raises(UserError, match=f"{place}: is a pipe or a device; give a file"):
         found = RemoteCorpus(url, Cache(str(tmp_path / "cache")))
         found.read(str(found.directory / "tokens" / place.name), 0, 10)
     if name.startswith("blocks"):
-        with pytest.raises(UserError, match=f"{place}: is a pipe; give a file"):
+        with pytest.raises(UserError, match=f"{place}: is a pipe or a device; give a file"):
             upload(corpus, url)
