@@ -35,9 +35,8 @@ def test_the_manifest_is_written_when_all_else_is_on_the_disk(
         done.append(there.relative_to(tmp_path).as_posix().split("/step-00000005")[-1])
 
     monkeypatch.setattr(files.os, "fsync", noted)
-    source = tmp_path / "spm.txt"
-    source.write_text("a tokenizer")
-    save.finish_save(save.begin_save(None, tmp_path, RECORD, 3, {"spm.model": source}))
+    read = {"spm.model": files.ReadFile(tmp_path / "gone", b"a tokenizer")}
+    save.finish_save(save.begin_save(None, tmp_path, RECORD, 3, read))
     assert (path / "spm.model").read_text() == "a tokenizer" and not find.problems_of(path)
     manifest = max(n for n, name in enumerate(done) if find.MANIFEST in name)
     assert f"/{rank_file(0)}" in done[:manifest] and done[-1] == "checkpoints"

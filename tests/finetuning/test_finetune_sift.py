@@ -140,8 +140,7 @@ def test_without_noise_and_step_the_encoder_sees_what_it_saw(shape):
     seen = []
 
     def score(sums_RLC):
-        hidden = model.backbone.trunk.input.normalize(sums_RLC, batch.segments_RL)
-        seen.append(model.backbone.trunk.encoder(hidden, batch.segments_RL))
+        seen.append(model.backbone.trunk.encode(sums_RLC, batch.segments_RL))
         return model.scores(sums_RLC, batch)
 
     adversarial_divergence(score, model.sums(batch), clean,

@@ -74,7 +74,7 @@ def test_every_table_by_id_follows_the_tokenizer(tmp_path, to, sharing, tokenize
     objective = {"kind": "mlm"} if sharing == "mlm" else {"embedding_sharing": sharing}
     release = make_release("v3", **objective)
     WRITERS[to](release, tmp_path / "source")
-    theirs = Tokenizer(release.tokenizer_files["spm.model"])
+    theirs = Tokenizer(release.tokenizer_files["spm.model"].path)
     path = grown(tmp_path) if tokenizer == "grown" else directory_of(tokenizer)
     own = Tokenizer(path)
     tensors, notes, report = started(tmp_path, tmp_path / "source", path, **objective)
