@@ -205,7 +205,7 @@ def test_every_private_part_that_the_code_uses_is_on_the_list():
     own = {"train", "eval", "build_pretraining_engine", "init_distributed", "prepare_rank",
            "set_learning_rate", "numel", "shape", "data", "grad", "copy_", "requires_grad",
            "detach", "parameters", "gathered", "load_checkpoint", "destroy", "build_engine",
-           "dtype", "optimizer_swapper", "Init", "bfloat16_enabled", "get", "local_device", "device_type",
-           "passes"}
+           "dtype", "optimizer_swapper", "Init", "bfloat16_enabled", "get", "local_device",
+           "device_type", "passes"}
     listed |= {"checkpoint_engine"}  # of which `save` is listed
     assert used - own <= listed, used - own - listed

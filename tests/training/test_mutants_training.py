@@ -85,7 +85,7 @@ def test_schedules_of_the_objective_end_at_the_last_step(monkeypatch):
     train = SimpleNamespace(steps=5, stop_after=0, freeze_steps=2, seed=0, on_spike="stop",
                             log_every=9, eval_every=9, patience=0)
     trainer.run, trainer.engine = SimpleNamespace(train=train, optim=None), 0
-    trainer.inputs = SimpleNamespace(held_out={})
+    trainer.inputs, trainer.is_cut_short = SimpleNamespace(held_out={}), False
     trainer.journal = SimpleNamespace(step=0, train_line=lambda rate: None,
                                       say_where_time_goes=lambda: None)
     trainer.bad_steps = SimpleNamespace(spikes=bad_steps.SpikeRule(0.0))
