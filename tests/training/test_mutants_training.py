@@ -86,6 +86,7 @@ def test_schedules_of_the_objective_end_at_the_last_step(monkeypatch):
                             log_every=9, eval_every=9, patience=0)
     trainer.run, trainer.engine = SimpleNamespace(train=train, optim=None), 0
     trainer.inputs, trainer.is_cut_short = SimpleNamespace(held_out={}), False
+    trainer.saved_at = 0
     trainer.journal = SimpleNamespace(step=0, train_line=lambda rate: None,
                                       say_where_time_goes=lambda: None)
     trainer.bad_steps = SimpleNamespace(spikes=bad_steps.SpikeRule(0.0))
