@@ -78,7 +78,14 @@ class Nothing:
 def kernels_that_do_nothing():
     """Take the kernels of a card, whose launches do nothing; their results are zeros."""
     from deberta_ds.model.kernels import fused_cross_entropy, fused_norm
-    from deberta_ds.model.kernels.attention import backward, blocks, forward, ops, position_bias
+    from deberta_ds.model.kernels.attention import (
+        backward,
+        blocks,
+        forward,
+        gathered,
+        ops,
+        position_bias,
+    )
 
     def pick(idea, _request, mode="auto"):
         return next(kernel_table.Choice(one, "") for one in kernel_table.KERNELS
@@ -92,7 +99,7 @@ def kernels_that_do_nothing():
     stand_ins += [(module, "empty_like", torch.zeros_like) for module in (ops, fused_norm)
                   if hasattr(module, "empty_like")]
     stand_ins += [(module, name, Nothing()) for module in (
-        backward, blocks, forward, position_bias, fused_norm, fused_cross_entropy)
+        backward, blocks, forward, gathered, position_bias, fused_norm, fused_cross_entropy)
         for name in vars(module) if name.endswith("_kernel")]
     patches = [patch.object(*stand_in) for stand_in in stand_ins]
     for one in patches:
