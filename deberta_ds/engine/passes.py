@@ -45,7 +45,7 @@ def obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
 def sums_obstacle(ds: dict) -> str:
     """Return why gradients cannot be summed outside of DeepSpeed, or an empty string."""
     zero = ds.get("zero_optimization", {})
-    if zero.get("stage", 0) == 3:
+    if ds_config.zero_stage(ds) == 3:
         return "ZeRO-3 gathers weights by hooks; use ZeRO-1 or 2"
     if ds_config.precision(ds) == "fp16":
         return "the loss scale of fp16 is a number of the host; use bf16"
@@ -105,6 +105,8 @@ class Passes:
             self._normalizers[name].copy_(value)
         self._count.fill_(micro_batches)
         self._micro_batches = micro_batches
+        if self._mode == "off":
+            return
         weights = tuple(p.data_ptr() for p in self._parameters)
         if weights != self._weights:  # a graph has their addresses
             self._graphs.clear()
@@ -113,10 +115,12 @@ class Passes:
     def run(self, batch: Batch, seed: int) -> tuple[Tensor, Sums]:
         """Pass a micro-batch forward and backward; return its loss, and its detached sums.
 
-        With a graph they are overwritten by the next pass. `seed` is of dropout.
+        With a graph they are overwritten by the next pass. `seed` is of dropout, and of torch's
+        generators, which code of one's own may ask.
         """
         self._seed.fill_(seed)
         graph = None if self._mode == "off" else self._graph_of(batch)
+        torch.manual_seed(seed)  # behind the warm-up of a capture, which may have asked them
         return graph.replay(batch) if graph else self._pass(batch.to(self._engine.device))
 
     def hand_over(self, good: Tensor) -> None:

@@ -141,3 +141,16 @@ def test_a_card_that_refuses_the_graph_trains_without_it(monkeypatch, caplog, mo
     assert losses == [3.0, 3.0] and mine._flat.tolist() == [0.0, 1.0, 2.0]
     line, = caplog.records  # once
     assert line.levelname == "WARNING" and "not permitted when stream is capturing" in line.message
+
+
+def test_torchs_own_dropout_is_a_function_of_the_seed():
+    """An objective of one's own may use it; without a seed a resumed run would be another one."""
+    class Model(torch.nn.Linear):
+        def forward(self, batch, normalizers):
+            loss = torch.nn.functional.dropout(self.weight, 0.5).square().sum()
+            return loss, {}, {}
+
+    mine = passes.Passes(SimpleNamespace(module=Model(30, 30), device=torch.device("cpu")), "off")
+    batch = collate([Row(0, *[np.zeros(4, np.int64)] * 4)])
+    losses = [float(mine.run(batch, seed)[0]) for seed in (1, 2, 1)]
+    assert losses[0] == losses[2] != losses[1]
