@@ -36,6 +36,7 @@ from deberta_ds.engine.clipping import (
     check_all_at_once,
     clip_networks_apart,
     measure_in_pieces,
+    reduce_nothing,
 )
 from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
@@ -190,6 +191,8 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
         measure_in_pieces(engine.optimizer)
     if type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer":  # ZeRO-1 and 2
         check_all_at_once(engine.optimizer)
+        if dist.world_size() == 1:
+            reduce_nothing(engine.optimizer)
     clip_networks_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
@@ -271,7 +274,9 @@ OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; engine/state.py reads and writes 
     "DeepSpeedZeroOptimizer": (
         *_ZERO, "round_robin_bit16_groups", "round_robin_bit16_offsets",
         "single_partition_of_fp32_groups", "params_in_partition", "update_lp_params",
-        "averaged_gradients", "has_overflow_partitioned_grads_serial"),
+        "averaged_gradients", "has_overflow_partitioned_grads_serial", "cpu_offload", "dtype",
+        "gradient_accumulation_dtype", "reduce_bucket_size", "reduce_ipg_grads",
+        "reduce_independent_p_g_buckets_and_remove_grads"),
     "DeepSpeedZeroOptimizer_Stage3": (
         *_ZERO, "fp16_groups", "fp32_partitioned_groups_flat", "swap_optimizer",
         "sub_group_to_group_id",

@@ -82,4 +82,5 @@ def _column_sums(grad_RC: Tensor) -> Tensor:
     """Return the sums of columns, in two steps: in one, most of a GPU would have no part in it."""
     parts = next(n for n in (256, 64, 16, 1) if len(grad_RC) % n == 0)
     wide = torch.promote_types(grad_RC.dtype, torch.float32)
-    return grad_RC.unflatten(0, (parts, -1)).sum(1, dtype=wide).sum(0).to(grad_RC.dtype)
+    parts_PRC = grad_RC.view(parts, -1, grad_RC.shape[1])
+    return parts_PRC.sum(1, dtype=wide).sum(0).to(grad_RC.dtype)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deberta_ds.model.kernels.operators import on_device_of, operator
+from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
 from deberta_ds.model.linear_cross_entropy import sample_chunks, sum_of_targets
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -214,7 +214,7 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 def _empty_tiles(_hidden_TC, _weight_VC, _bias_V, labels_T: Tensor, inverse_1: Tensor | None,
                  valid: int) -> tuple[Tensor, ...]:
-    rows, tiles = labels_T.shape[0], triton.cdiv(valid, _IDS)
+    rows, tiles = labels_T.shape[0], ceil_div(valid, _IDS)
     sampled = 0 if inverse_1 is None else tiles
     single = dict(dtype=torch.float32)
     return (labels_T.new_empty(tiles, rows, **single), labels_T.new_empty(sampled, rows, **single),
@@ -232,11 +232,11 @@ def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: T
 
     inverse_1: 1 / temperature in fp32, [1]; None: 1, and the second result is empty.
     """
-    rows, tiles = hidden_TC.shape[0], triton.cdiv(valid, _IDS)
+    rows, tiles = hidden_TC.shape[0], ceil_div(valid, _IDS)
     outputs = _empty_tiles(hidden_TC, weight_VC, bias_V, labels_T, inverse_1, valid)
     if rows:
         # Blocks of rows run first: the weights of an id tile are then read from memory once.
-        _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
+        _forward_kernel[(ceil_div(rows, _ROWS), tiles)](
             hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, inverse_1,
             SEPARATE=inverse_1 is not None, **_constants(hidden_TC, _IDS))
     return outputs
@@ -244,7 +244,7 @@ def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: T
 
 def _empty_gradients(hidden_TC: Tensor, _weight_VC, bias_V: Tensor, _labels_T, _log_norm_T,
                      _scale_T, _valid, _start, count: int) -> tuple[Tensor, Tensor]:
-    width = triton.cdiv(count, _PITCH.value) * _PITCH.value
+    width = ceil_div(count, _PITCH.value) * _PITCH.value
     return hidden_TC.new_empty(hidden_TC.shape[0], width), bias_V.new_empty(count)
 
 

