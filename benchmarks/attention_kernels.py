@@ -21,9 +21,9 @@ from benchmarks.peers import GEOMETRY, Problem, make_problem
 from benchmarks.step_cost import ATTENTION_DROPOUT, CARDS, Card, Count, attention_kernels
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.cluster.driver import count_gpus
+from deberta_ds.engine.gpus import known_as
 from deberta_ds.model.attention.dense import dense_attention
 from deberta_ds.model.kernels.attention import fused_path
-from deberta_ds.planner.gpus import known_as
 
 SHAPES = ((64, 512), (16, 2048))
 VARIANTS = {"fused": partial(fused_path, keep_terms=True), "dense": dense_attention}

@@ -69,9 +69,9 @@ def job_of(name: str, options):
     """Return (job, train features, val features) of a task in our own terms."""
     from deberta_ds.finetuning.job import Job
     from deberta_ds.finetuning.models import open_start
-    from deberta_ds.finetuning.readers import read_split
-    from deberta_ds.finetuning.settings import load, resolve
-    from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
+    from deberta_ds.tasks.readers import read_split
+    from deberta_ds.tasks.settings import load, resolve
+    from deberta_ds.tasks.tasks import TASK_NAMES, task_named
 
     task = task_named(name)
     given = [f"--all.{key}={getattr(options, key)}" for key in

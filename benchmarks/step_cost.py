@@ -30,6 +30,7 @@ from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.base.files import write_atomic
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
+from deberta_ds.engine.gpus import GPUS
 from deberta_ds.model import encoder
 from deberta_ds.model import linear_cross_entropy as chunked
 from deberta_ds.model.attention.geometry import make_band, padded
@@ -37,7 +38,6 @@ from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.kernels import attention, kernel_table
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import activations
-from deberta_ds.planner.gpus import GPUS
 from deberta_ds.planner.speed import LAYER_SECONDS
 
 LEAST_SECONDS = 2e-6  # of a kernel, however small

@@ -38,13 +38,13 @@ from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
+from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.model import cpu, flops
 from deberta_ds.model.heads import ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 from deberta_ds.objectives.rtd_cached import CachedRtdModel
-from deberta_ds.planner.gpus import peak_flops
 
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
 ONEDNN = "fp32 by oneDNN"

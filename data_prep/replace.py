@@ -36,8 +36,8 @@ def main() -> None:
     args = parser.parse_args()
 
     from deberta_ds.config.objective import MaskConfig
+    from deberta_ds.corpus.replacements import Recipe, replace_corpus
     from deberta_ds.data.replaced import read_replaced_manifest
-    from deberta_ds.evaluate.replacements import Recipe, replace_corpus
 
     recipe = Recipe(args.corpus, args.generator, args.seq_len, tuple(args.temperatures), args.seed,
                     MaskConfig(rate=args.rate, max_ngram=args.max_ngram),

@@ -11,7 +11,7 @@ from deberta_ds.config.options import Option, options_of, shown_default
 from deberta_ds.config.run_config import run_options
 from deberta_ds.corpus.filter_rules import FilterRules
 from deberta_ds.corpus.recipe import Recipe
-from deberta_ds.finetuning.settings import Settings
+from deberta_ds.tasks.settings import Settings
 
 PAGE = Path(__file__).with_name("reference") / "configuration.md"
 HEAD = """# Options

@@ -8,10 +8,10 @@ from deberta_ds.base.numbers import format_count
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import rows_of_run
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.gpus import card_of, cpu_ranks
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model
 from deberta_ds.planner import plan
-from deberta_ds.planner.gpus import card_of, cpu_ranks
 from deberta_ds.planner.speed import expected_mfu
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -34,8 +34,8 @@ def main() -> None:
     if options.models and len(options.models) < 2:
         parser.error("--models takes at least two")
 
-    from deberta_ds.release.average import average, last_checkpoints
-    from deberta_ds.release.convert import check_out, write_release
+    from deberta_ds.publish.average import average, last_checkpoints
+    from deberta_ds.publish.convert import check_out, write_release
 
     if options.models and len({os.path.realpath(model) for model in options.models}) < len(
             options.models):

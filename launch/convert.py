@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="tokenizer, if the source has none")
     arguments = parser.parse_args()
 
-    from deberta_ds.release.convert import convert
+    from deberta_ds.publish.convert import convert
 
     summary = convert(arguments.model, arguments.out, arguments.to, tokenizer=arguments.tokenizer)
     for line in (*summary.notes, *summary.findings()):

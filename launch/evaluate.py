@@ -32,10 +32,10 @@ def main() -> None:
 
     from deberta_ds.checkpoint import find
     from deberta_ds.cluster.driver import count_gpus
-    from deberta_ds.evaluate.held_out import evaluate, score_discriminator
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.release.reader import check_same, read_tokenizer
     from deberta_ds.tokenizer import Tokenizer
+    from deberta_ds.training.held_out import evaluate, score_discriminator
     from deberta_ds.training.inputs import held_out_sequences
 
     device = torch.device("cuda" if count_gpus() else "cpu")

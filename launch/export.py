@@ -45,7 +45,7 @@ def main() -> None:
         parser.error("--private is for --push")
 
     from deberta_ds.api.jobs import export
-    from deberta_ds.release.hf import check_repository, push
+    from deberta_ds.publish.hf import check_repository, push
     from deberta_ds.report.model_card import CARD
 
     if arguments.push:

@@ -60,10 +60,10 @@ def main() -> None:
 
     from deberta_ds.base.files import write_atomic  # heavy imports after the configs are known good
     from deberta_ds.config.batch_schedule import rows_of_run
+    from deberta_ds.engine.gpus import card_of, cpu_ranks
     from deberta_ds.model.backbone import count_parameters, on_meta
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.planner.epochs import describe_epochs
-    from deberta_ds.planner.gpus import card_of, cpu_ranks
     from deberta_ds.planner.plan import advise, make_plan, offloaded, recommended
     from deberta_ds.planner.speed import expected_mfu
     from deberta_ds.report.small_pages import plan_page

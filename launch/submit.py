@@ -14,7 +14,7 @@ from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly, naming
 
 if TYPE_CHECKING:
-    from deberta_ds.finetuning.tasks import Task
+    from deberta_ds.tasks.tasks import Task
 
 
 def main() -> None:
@@ -31,9 +31,9 @@ def main() -> None:
                         help="accept test files that are samples, not the official ones")
     args = parser.parse_args()
 
-    from deberta_ds.finetuning import submission
-    from deberta_ds.finetuning.readers import read_split
-    from deberta_ds.finetuning.tasks import SUITES
+    from deberta_ds.tasks import submission
+    from deberta_ds.tasks.readers import read_split
+    from deberta_ds.tasks.tasks import SUITES
 
     if bool(args.check) == bool(args.zip and args.run):
         raise UserError("pass either --check ZIP, or --run DIR and --zip ZIP")

@@ -24,11 +24,11 @@ from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.engine.optim import build_optimizer, learning_rate
-from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.rtd import replace_targets
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.training.held_out import evaluate
 from deberta_ds.training.step import seed_step
 
 MODES = ("joint", "two_norms", "decoupled")

@@ -178,10 +178,11 @@ def main() -> None:
 def measure(name: str, scratch: Path) -> dict:
     """Return the score on the rows of a task after training on them."""
     from deberta_ds.engine.engine import init_distributed
-    from deberta_ds.finetuning import settings, sweep
+    from deberta_ds.finetuning import sweep
     from deberta_ds.finetuning.models import open_start
-    from deberta_ds.finetuning.own import load_own_task
-    from deberta_ds.finetuning.tasks import TASK_NAMES, task_named
+    from deberta_ds.tasks import settings
+    from deberta_ds.tasks.own import load_own_task
+    from deberta_ds.tasks.tasks import TASK_NAMES, task_named
 
     data = scratch / name
     data.mkdir()

@@ -8,7 +8,7 @@ cards is from it.
 
 from benchmarks.step_cost import CARDS, count_step, summarize
 from deberta_ds.config import run_config
-from deberta_ds.planner.gpus import GPUS
+from deberta_ds.engine.gpus import GPUS
 from deberta_ds.planner.speed import priced_mfu
 
 TOKENS = 16_384

@@ -20,16 +20,16 @@ from benchmarks.measure import RESULTS, interleaved_minimum, save
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.finetuning import metrics
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode
-from deberta_ds.finetuning.readers import read_split
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.release import onnx_files
+from deberta_ds.publish import onnx_files
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.release import Network, build_backbone
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.readers import read_split
 
 SHAPES = {  # family: (preset, what is not the preset's)
     "v1": ("deberta-base", {"num_layers": 2}),

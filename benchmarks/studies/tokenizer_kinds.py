@@ -32,11 +32,11 @@ from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.engine.optim import build_optimizer, learning_rate
-from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.text import normalise
+from deberta_ds.training.held_out import evaluate
 from deberta_ds.training.step import seed_step
 
 KINDS = ("unigram", "bpe", "byte_bpe", "wordpiece")

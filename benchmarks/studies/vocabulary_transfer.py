@@ -30,13 +30,13 @@ from deberta_ds.corpus.train_tokenizer import sample_texts, train_tokenizer
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.engine.optim import build_optimizer, learning_rate
-from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.release import vocabulary
 from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import release_of_state, write_ours
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.training.held_out import evaluate
 
 LENGTH, SEQUENCES, PIECES, LEARNED, HELD_OUT = 128, 16, 4000, 500, 2
 READ = ReadOptions()

@@ -26,12 +26,12 @@ from deberta_ds.engine.engine import init_distributed
 from deberta_ds.finetuning import options, sweep
 from deberta_ds.finetuning.directory import MODEL, find_finetuned, load_finetuned
 from deberta_ds.finetuning.predict_file import predict_file, scores_file
-from deberta_ds.finetuning.tasks import Task
+from deberta_ds.publish.convert import Summary, convert
 from deberta_ds.release import shape
-from deberta_ds.release.convert import Summary, convert
 from deberta_ds.report import run_pages
 from deberta_ds.report.model_card import Publisher, check_publisher, write_card
 from deberta_ds.report.rundata import read_sweep
+from deberta_ds.tasks.tasks import Task
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 from deberta_ds.training import loop, meters
 

@@ -33,10 +33,10 @@ from deberta_ds.corpus.findings import (
     save_found,
 )
 from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
-from deberta_ds.corpus.tables import TABLE_KINDS, read_table, text_lines
 from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
+from deberta_ds.files.tables import TABLE_KINDS, read_table, text_lines
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, WORD, BadTextError, normalise
 
 SHORTEST = 8  # words: shorter strings are everywhere

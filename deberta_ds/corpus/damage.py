@@ -10,9 +10,9 @@ from deberta_ds.base.numbers import counted
 from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units, split, whole_inputs
 from deberta_ds.corpus.encode import Cleaner, CleanOptions, batches
 from deberta_ds.corpus.identity import extents_of
-from deberta_ds.corpus.inputs import open_bytes
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import FORK
+from deberta_ds.files.inputs import open_bytes
 
 _HUGE_BYTES = 1 << 22
 

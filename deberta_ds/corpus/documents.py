@@ -22,7 +22,8 @@ from typing import NamedTuple
 import xxhash
 
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.corpus.inputs import (
+from deberta_ds.data.remote import file_system, state_of
+from deberta_ds.files.inputs import (
     COMPRESSED_SUFFIXES,
     is_compressed,
     is_json_list,
@@ -32,8 +33,7 @@ from deberta_ds.corpus.inputs import (
     revision_of,
     suffix_of,
 )
-from deberta_ds.corpus.tables import TABLE_KINDS
-from deberta_ds.data.remote import file_system, state_of
+from deberta_ds.files.tables import TABLE_KINDS
 
 # Suffix: kind, as of readers.read_unit.
 _KINDS = {".txt": "text", ".md": "text", ".text": "text", ".warc": "warc", ".wet": "warc",

@@ -14,9 +14,9 @@ import orjson
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.corpus.documents import BAD, Document, Extent, ReadOptions
 from deberta_ds.corpus.identity import check_unchanged
-from deberta_ds.corpus.inputs import is_compressed, is_json_list, open_bytes, open_stream
-from deberta_ds.corpus.tables import Row, check_columns, read_rows
 from deberta_ds.corpus.warc import read_records
+from deberta_ds.files.inputs import is_compressed, is_json_list, open_bytes, open_stream
+from deberta_ds.files.tables import Row, check_columns, read_rows
 
 _BLOCK_BYTES = 1 << 18
 _EMPTY_LINE: dict = {}  # what an empty line of JSON lines stands for

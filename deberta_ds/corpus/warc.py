@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.documents import Extent, ReadOptions
-from deberta_ds.corpus.inputs import open_bytes
+from deberta_ds.files.inputs import open_bytes
 
 _HTML = ("text/html", "application/xhtml+xml")
 _END = b"\r\n\r\n"  # of every record

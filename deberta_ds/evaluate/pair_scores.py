@@ -34,7 +34,6 @@ from tqdm import tqdm
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
-from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
@@ -42,6 +41,7 @@ from deberta_ds.objectives.mlm import Queries, masked_batch, queries_of
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.release.tokenizer_files import exported_word_ids
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.training.pairs import MinimalPair, encode_sentences, outcomes
 
 PUBLISHED = Path(__file__).with_name("blimp_published.json")  # of BLiMP
 _DRAWS, _LEVEL = 10_000, 0.95

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from deberta_ds.base.errors import UserError, listed
-from deberta_ds.corpus.tables import read_table
 from deberta_ds.evaluate.pair_scores import cut_work
+from deberta_ds.files.tables import read_table
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.tokenizer.text import BadTextError, normalise
 

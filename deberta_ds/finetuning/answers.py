@@ -19,8 +19,8 @@ from torch import Tensor
 
 from deberta_ds.base.files import write_atomic
 from deberta_ds.finetuning.features import FeatureBatch
-from deberta_ds.finetuning.layouts import Example
-from deberta_ds.finetuning.metrics import f1_v2_of
+from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.metrics import f1_v2_of
 
 NEVER = -1e30  # a score that no token has; not an infinity, whose difference to itself is NaN
 BEST, START, END, MARGIN = range(4)  # the numbers of an example, see best_answers

@@ -35,9 +35,8 @@ from deberta_ds.base.json_files import read_json
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.config.options import validate
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tasks import Task
-from deberta_ds.release import configs, hf
+from deberta_ds.publish import hf
+from deberta_ds.release import configs
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.relative_rows import with_a_row_a_distance
 from deberta_ds.release.release import Network
@@ -48,6 +47,8 @@ from deberta_ds.release.tensors import (
     write_safetensors,
 )
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, write_tokenizer_files
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
 
 FACTS, RESULT, MODEL = "finetuned.json", "result.json", "model"

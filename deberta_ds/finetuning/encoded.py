@@ -22,9 +22,9 @@ from deberta_ds.base.errors import naming
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.process import machine
 from deberta_ds.finetuning.features import Feature, TooLongError, encode
-from deberta_ds.finetuning.readers import Split
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tables import Faults
+from deberta_ds.tasks.readers import Split
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.tables import Faults
 from deberta_ds.tokenizer import Tokenizer
 
 _BLOCK_ROWS = 4096

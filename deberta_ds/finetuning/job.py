@@ -16,9 +16,9 @@ from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.encoded import Encoded, encode_split
 from deberta_ds.finetuning.models import Start
 from deberta_ds.finetuning.predict import score_split
-from deberta_ds.finetuning.readers import Split
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tasks import Task
+from deberta_ds.tasks.readers import Split
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.tasks import Task
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,17 @@ from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import build_engine, gathered, set_learning_rate
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.engine.state import check_restorable
-from deberta_ds.finetuning import metrics
 from deberta_ds.finetuning.answers import best_threshold
 from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.job import Job
-from deberta_ds.finetuning.layouts import class_of
 from deberta_ds.finetuning.models import build_model, keep_head, start_from
 from deberta_ds.finetuning.predict import predictions_of
 from deberta_ds.finetuning.resume import Checkpoints, Progress, forget_waiting, waiting
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tasks import Task
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.layouts import class_of
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.tasks import Task
 from deberta_ds.training.step import Training, train_step
 
 _MOST_NAMED = 4  # examples of a bad step

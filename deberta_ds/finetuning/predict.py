@@ -14,12 +14,12 @@ from scipy.special import softmax
 
 from deberta_ds.cluster import dist
 from deberta_ds.finetuning.answers import NEVER, answer_text
-from deberta_ds.finetuning.column_files import PREFIXED
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.heads import TaskOutput
-from deberta_ds.finetuning.layouts import Example
-from deberta_ds.finetuning.metrics import Prediction, spans_of
-from deberta_ds.finetuning.tasks import Task
+from deberta_ds.tasks.column_files import PREFIXED
+from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.metrics import Prediction, spans_of
+from deberta_ds.tasks.tasks import Task
 
 INNER, LOST = NEVER, 2 * NEVER  # scores of words without a token of their own: Feature.inner, .lost
 

@@ -21,7 +21,6 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json, typed
 from deberta_ds.cluster import dist, lock
 from deberta_ds.engine.ds_config import precision
-from deberta_ds.finetuning import metrics
 from deberta_ds.finetuning.answers import write_official
 from deberta_ds.finetuning.directory import (
     MODEL,
@@ -33,16 +32,17 @@ from deberta_ds.finetuning.directory import (
 )
 from deberta_ds.finetuning.features import TooLongError, count_unknown
 from deberta_ds.finetuning.job import Job, digest
-from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.loop import train
 from deberta_ds.finetuning.models import Start, build_model
 from deberta_ds.finetuning.predict import predictions_of
-from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.resume import best_model, forget, keep_best, newest, read_progress
-from deberta_ds.finetuning.scores import FILE, as_text, scores_of
-from deberta_ds.finetuning.submission import render
-from deberta_ds.finetuning.tasks import Task, diagnostics_of
 from deberta_ds.model.precision import DTYPES
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.readers import Split
+from deberta_ds.tasks.scores import FILE, as_text, scores_of
+from deberta_ds.tasks.submission import render
+from deberta_ds.tasks.tasks import Task, diagnostics_of
 from deberta_ds.tokenizer import unknown_pieces
 
 

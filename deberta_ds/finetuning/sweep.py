@@ -16,7 +16,6 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
 from deberta_ds.config.toml_files import flatten
-from deberta_ds.finetuning import readers
 from deberta_ds.finetuning.directory import (
     RESULT,
     Finetuned,
@@ -26,10 +25,7 @@ from deberta_ds.finetuning.directory import (
 )
 from deberta_ds.finetuning.encoded import Encoded, encode_split
 from deberta_ds.finetuning.job import Job
-from deberta_ds.finetuning.layouts import is_labelled
-from deberta_ds.finetuning.metrics import score_name
 from deberta_ds.finetuning.models import Start, start_from
-from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.run import (
     check_splits,
     digests,
@@ -38,10 +34,14 @@ from deberta_ds.finetuning.run import (
     run,
     write_result,
 )
-from deberta_ds.finetuning.scores import percent
-from deberta_ds.finetuning.settings import Settings, resolve
-from deberta_ds.finetuning.tables import Faults
-from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
+from deberta_ds.tasks import readers
+from deberta_ds.tasks.layouts import is_labelled
+from deberta_ds.tasks.metrics import score_name
+from deberta_ds.tasks.readers import Split
+from deberta_ds.tasks.scores import percent
+from deberta_ds.tasks.settings import Settings, resolve
+from deberta_ds.tasks.tables import Faults
+from deberta_ds.tasks.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.training.check import check_alike
 from deberta_ds.training.step import BadStepError
 

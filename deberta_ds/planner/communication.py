@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.gpus import Gpu
 from deberta_ds.model.precision import DTYPES
-from deberta_ds.planner.gpus import Gpu
 
 BUCKET = 500_000_000  # DeepSpeed's default of every bucket size, elements
 _REUSE_DISTANCE, _SMALL = 1_000_000_000, 100_000  # DeepSpeed's defaults, in elements

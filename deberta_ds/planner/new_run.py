@@ -28,10 +28,10 @@ from deberta_ds.config.toml_files import (
 )
 from deberta_ds.data.shards import planned_lengths, read_manifest
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.gpus import Gpu, card_of, cpu_ranks
 from deberta_ds.model import cpu
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.epochs import FEW_EPOCHS, MANY_EPOCHS
-from deberta_ds.planner.gpus import Gpu, card_of, cpu_ranks
 from deberta_ds.planner.plan import Choice, make_plan, recommended
 from deberta_ds.planner.speed import expected_mfu
 

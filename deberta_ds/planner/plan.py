@@ -20,11 +20,11 @@ from deberta_ds.config.batch_schedule import micro_batches, problems_with_ranks,
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.gpus import Gpu
 from deberta_ds.engine.passes import are_summed, is_graph
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model, objective_of
-from deberta_ds.planner import goodput
 from deberta_ds.planner.activations import Activations, trace
 from deberta_ds.planner.communication import (
     BUCKET,
@@ -37,7 +37,7 @@ from deberta_ds.planner.communication import (
     traffic,
     weight_width,
 )
-from deberta_ds.planner.gpus import Gpu
+from deberta_ds.training import goodput
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _MANY_RANKS, _MANY_RANKS_BUCKET = 256, 200_000_000  # at least

@@ -13,9 +13,9 @@ import numpy as np
 
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.gpus import GPUS, Gpu
 from deberta_ds.engine.passes import is_graph
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.planner.gpus import GPUS, Gpu
 
 _MATMULS = 0.65  # of the peak, step_cost's PRODUCT_SHARE: what no step exceeds
 _WIDTHS, _LENGTHS = (128, 256, 384, 768, 1024, 1536), (128, 512, 2048)

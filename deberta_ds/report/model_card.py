@@ -25,14 +25,14 @@ from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.finetuning.directory import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
 from deberta_ds.finetuning.models import RANDOM
-from deberta_ds.finetuning.tasks import TEST, Task
 from deberta_ds.objectives.build import OBJECTIVES
-from deberta_ds.release.convert import Summary
-from deberta_ds.release.hf import GENERATOR_DIRECTORY
+from deberta_ds.publish.convert import Summary
+from deberta_ds.publish.hf import GENERATOR_DIRECTORY
 from deberta_ds.release.reader import SIDE_FILE
 from deberta_ds.release.tensors import SAFETENSORS
 from deberta_ds.report.pages import template
 from deberta_ds.report.rundata import READ, Count, Score, Text, baseline_name, checked, read_checked
+from deberta_ds.tasks.tasks import TEST, Task
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 
 CARD = "README.md"

@@ -21,6 +21,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import format_count
 from deberta_ds.corpus.filters import REPORT
+from deberta_ds.engine.gpus import Gpu
 from deberta_ds.evaluate.attention_parts import (
     PART_NAMES,
     HeadParts,
@@ -28,7 +29,6 @@ from deberta_ds.evaluate.attention_parts import (
     attention_parts,
     position_similarity,
 )
-from deberta_ds.planner.gpus import Gpu
 from deberta_ds.planner.plan import RESERVED_BYTES, Choice, recommended
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.report.charts import Chart, Drawing, Series, draw

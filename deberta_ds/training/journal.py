@@ -12,8 +12,8 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.training import meters
 from deberta_ds.training.bad_steps import BadSteps
 from deberta_ds.training.best import Best

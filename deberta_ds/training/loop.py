@@ -22,11 +22,11 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig
 from deberta_ds.engine import engine
 from deberta_ds.engine.optim import learning_rate
-from deberta_ds.evaluate.held_out import evaluate, score_minimal_pairs
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tracking.records import read_metrics
 from deberta_ds.training import best
 from deberta_ds.training.bad_steps import BadSteps
+from deberta_ds.training.held_out import evaluate, score_minimal_pairs
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.journal import Journal
 from deberta_ds.training.saver import Saver

@@ -21,8 +21,8 @@ from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data import remote
 from deberta_ds.engine import engine
-from deberta_ds.planner.goodput import STATE_BYTES
 from deberta_ds.training.check import changed_values
+from deberta_ds.training.goodput import STATE_BYTES
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.join import join_group
 from deberta_ds.training.start import build, describe, open_run

@@ -20,7 +20,7 @@ from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.model.backbone import count_parameters
-from deberta_ds.planner.goodput import pause_of_copy, save_interval
+from deberta_ds.training.goodput import pause_of_copy, save_interval
 
 
 class Saver:

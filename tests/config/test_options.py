@@ -12,7 +12,7 @@ from deberta_ds.config import objective, run_config
 from deberta_ds.config.options import OneOfOrOwn, Option, describe, options_of
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.corpus import recipe
-from deberta_ds.finetuning.settings import Settings
+from deberta_ds.tasks.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [value for value in {**vars(objective), **vars(run_config), **vars(recipe)}.values()

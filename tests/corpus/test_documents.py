@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus import inputs
 from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units, split
-from deberta_ds.corpus.inputs import open_bytes
 from deberta_ds.corpus.quality import Text
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.data import remote
+from deberta_ds.files import inputs
+from deberta_ds.files.inputs import open_bytes
 
 
 def json_lines(texts=TEXTS):

@@ -29,13 +29,13 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.build import Build
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.encode import encode_joined
-from deberta_ds.corpus.inputs import open_bytes
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import CorpusRecipe, Recipe, TokenizerRecipe
 from deberta_ds.corpus.stats import corpus_stats, stats_text
 from deberta_ds.corpus.takedown import take_down
 from deberta_ds.corpus.train_tokenizer import read_symbols, train_tokenizer
 from deberta_ds.data.shards import read_manifest
+from deberta_ds.files.inputs import open_bytes
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.text import ENCODE_CHARACTERS
 

@@ -10,9 +10,9 @@ import pytest
 from data_helpers import TEXTS, problems_of, texts_of
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus import tables
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.readers import read_unit
+from deberta_ds.files import tables
 
 
 def test_separated_values_give_the_same_documents(tmp_path):

@@ -19,12 +19,12 @@ from launching import ROOT
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import ConfigError, SourceConfig, load
+from deberta_ds.corpus import replacements
+from deberta_ds.corpus.replacements import Recipe, replace_corpus
 from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
 from deberta_ds.data.replaced import read_replaced_manifest, shard_path
 from deberta_ds.data.rows import RowDataset, eval_sequences
-from deberta_ds.evaluate import replacements
-from deberta_ds.evaluate.replacements import Recipe, replace_corpus
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.pretrained import load_backbone

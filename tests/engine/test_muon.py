@@ -14,11 +14,11 @@ from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig, load
 from deberta_ds.engine import muon
 from deberta_ds.engine.ds_config import problems_with_optimizer
+from deberta_ds.engine.gpus import GPUS
 from deberta_ds.engine.layout import Piece
 from deberta_ds.engine.muon import Muon, _Matrix, orthogonal
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.engine.state import MASTER
-from deberta_ds.planner.gpus import GPUS
 from deberta_ds.planner.plan import make_plan
 from deberta_ds.training.check import check_run
 

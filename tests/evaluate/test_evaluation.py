@@ -16,13 +16,13 @@ from deberta_ds.config import run_config
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.options import ConfigError
 from deberta_ds.data.rows import eval_sequences
-from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.report.rundata import read_run
 from deberta_ds.report.tables import evaluation_by_corpus
 from deberta_ds.tracking.records import corpora_of
+from deberta_ds.training.held_out import evaluate
 from deberta_ds.training.inputs import open_inputs
 
 

@@ -17,9 +17,7 @@ from launching import ROOT
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate import pair_scores
-from deberta_ds.evaluate.held_out import score_minimal_pairs
 from deberta_ds.evaluate.pair_scores import cut_work, masked_scores
-from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
@@ -33,6 +31,8 @@ from deberta_ds.report.small_pages import pairs_page
 from deberta_ds.tokenizer import piece_starts_word
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tracking.records import read_metrics
+from deberta_ds.training.held_out import score_minimal_pairs
+from deberta_ds.training.pairs import MinimalPair, encode_sentences, outcomes
 
 PAIRS = [
     MinimalPair("The quick foxes jump over it.", "The quick foxes jumps over it.", "a", "one"),

@@ -11,7 +11,7 @@ from launching import ROOT
 from test_minimal_pairs import PAIRS, as_jsonl
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.evaluate.pairs import MinimalPair, read_pairs, sample_pairs
+from deberta_ds.training.pairs import MinimalPair, read_pairs, sample_pairs
 
 
 def test_a_readme_is_no_paradigm_and_two_files_of_one_name_are_two(tmp_path):

@@ -13,12 +13,12 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import eval_sequences
-from deberta_ds.evaluate.held_out import evaluate, score_discriminator, score_rows
 from deberta_ds.evaluate.probe import features, probe, read_examples
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.training.held_out import evaluate, score_discriminator, score_rows
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from superglue_helpers import predict, save_random, tiny_start, write_lines
 from test_finetune_own import BY_HEART, train, write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.annotations import flat, words_in
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import encode, token_range
-from deberta_ds.finetuning.metrics import spans_of
-from deberta_ds.finetuning.own import load_own_task
-from deberta_ds.finetuning.readers import read_split
+from deberta_ds.tasks.annotations import flat, words_in
+from deberta_ds.tasks.metrics import spans_of
+from deberta_ds.tasks.own import load_own_task
+from deberta_ds.tasks.readers import read_split
 from deberta_ds.tokenizer import Tokenizer
 
 TEXT = "😀 Ana Li lives in Rome."

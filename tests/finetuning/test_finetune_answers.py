@@ -11,19 +11,20 @@ import torch
 from superglue_helpers import tiny_start
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import answers, metrics
+from deberta_ds.finetuning import answers
 from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
 from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.heads import loss_sum
-from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.models import build_model
-from deberta_ds.finetuning.own import load_own_task
 from deberta_ds.finetuning.predict import predictions_of
-from deberta_ds.finetuning.readers import carve, read_split
 from deberta_ds.finetuning.run import finetuned_model
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.model.init import init_parameters
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.own import load_own_task
+from deberta_ds.tasks.readers import carve, read_split
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.tasks import task_named
 
 V1, V2 = task_named("SQuAD-v1.1"), task_named("SQuAD-v2.0")
 ARTICLES = ["The old bridge of Arrow was built in 1802 by Anna Moor. It fell in 1911, and a new "

@@ -16,14 +16,14 @@ from deberta_ds.finetuning import encoded as encoding
 from deberta_ds.finetuning import features as module
 from deberta_ds.finetuning.features import TooLongError, collate, encode, token_range, window_starts
 from deberta_ds.finetuning.heads import MentionHead, TaskModel, loss_sum, mean_by
-from deberta_ds.finetuning.layouts import Example, TextSpan, without_highlight_marks
 from deberta_ds.finetuning.predict import num_scores, predictions_of
-from deberta_ds.finetuning.readers import Split, read_split
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tables import Faults
-from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
+from deberta_ds.tasks.layouts import Example, TextSpan, without_highlight_marks
+from deberta_ds.tasks.readers import Split, read_split
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.tables import Faults
+from deberta_ds.tasks.tasks import task_named
 
 
 def encoded(name, examples=None, max_length=256, window_overlap=32):

@@ -7,10 +7,10 @@ from launching import python
 from test_metrics_references import labelled
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import metrics, submission
-from deberta_ds.finetuning.readers import read_split
-from deberta_ds.finetuning.submission import render
-from deberta_ds.finetuning.tasks import ALL_TASKS, GLUE, task_named
+from deberta_ds.tasks import metrics, submission
+from deberta_ds.tasks.readers import read_split
+from deberta_ds.tasks.submission import render
+from deberta_ds.tasks.tasks import ALL_TASKS, GLUE, task_named
 
 # A few rows of each task in the official form (written for this project): file -> lines.
 OFFICIAL = {

@@ -16,8 +16,8 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.finetuning import options
 from deberta_ds.finetuning.features import encode
-from deberta_ds.finetuning.settings import Settings, learning_rate_for, load, resolve
-from deberta_ds.finetuning.tasks import TASK_NAMES, TASKS, task_named
+from deberta_ds.tasks.settings import Settings, learning_rate_for, load, resolve
+from deberta_ds.tasks.tasks import TASK_NAMES, TASKS, task_named
 
 
 def settings_of(name: str, file=None, *overrides: str) -> Settings:

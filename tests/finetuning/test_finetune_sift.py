@@ -10,10 +10,10 @@ from superglue_helpers import sample, tiny_start
 from deberta_ds.finetuning.answers import NEVER
 from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.heads import TaskModel, adversarial_divergence, divergence
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.tasks import task_named
 
 
 def model_and_batch(name: str, settings: Settings, **shape):

@@ -9,13 +9,13 @@ import pytest
 from test_finetune_own import write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.labels import to_line
-from deberta_ds.finetuning.layouts import chosen
-from deberta_ds.finetuning.metrics import spans_of
-from deberta_ds.finetuning.own import load_own_task
-from deberta_ds.finetuning.readers import read_split
-from deberta_ds.finetuning.tables import read_table
-from deberta_ds.finetuning.tasks import task_named
+from deberta_ds.tasks.labels import to_line
+from deberta_ds.tasks.layouts import chosen
+from deberta_ds.tasks.metrics import spans_of
+from deberta_ds.tasks.own import load_own_task
+from deberta_ds.tasks.readers import read_split
+from deberta_ds.tasks.tables import read_table
+from deberta_ds.tasks.tasks import task_named
 
 
 def test_every_kind_of_table_gives_the_same_examples(tmp_path):

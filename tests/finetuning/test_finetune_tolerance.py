@@ -17,10 +17,10 @@ from deberta_ds.finetuning import sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode, shortened
 from deberta_ds.finetuning.models import build_model
-from deberta_ds.finetuning.own import load_own_task
-from deberta_ds.finetuning.readers import read_split
-from deberta_ds.finetuning.settings import resolve
-from deberta_ds.finetuning.tables import Faults
+from deberta_ds.tasks.own import load_own_task
+from deberta_ds.tasks.readers import read_split
+from deberta_ds.tasks.settings import resolve
+from deberta_ds.tasks.tables import Faults
 
 LONG = " ".join(WORDS * 20)
 ODD = [{"words": " ", "extra": ""}, {"words": None, "extra": "b"}, {"words": 5, "extra": "b"},

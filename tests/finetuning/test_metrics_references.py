@@ -18,10 +18,10 @@ import pytest
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 
-from deberta_ds.finetuning import metrics
-from deberta_ds.finetuning.answer_texts import language_of
-from deberta_ds.finetuning.layouts import Example
-from deberta_ds.finetuning.tasks import Task, task_named
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.answer_texts import language_of
+from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.tasks import Task, task_named
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 Compared = Iterator[tuple[str, str, float, float]]  # metric, reference, ours, theirs

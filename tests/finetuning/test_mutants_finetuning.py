@@ -8,11 +8,12 @@ import numpy as np
 from test_metrics_references import task_of
 
 from deberta_ds.checkpoint.find import Found
-from deberta_ds.finetuning import loop, metrics, predict_file, resume
+from deberta_ds.finetuning import loop, predict_file, resume
 from deberta_ds.finetuning.job import digest
-from deberta_ds.finetuning.layouts import Example, TextSpan
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.submission import render
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.layouts import Example, TextSpan
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.submission import render
 
 
 def test_a_constant_up_to_rounding_correlates_with_nothing():

@@ -15,13 +15,14 @@ from test_finetune_own import rows_of, train, write_task
 from test_metrics_references import labelled, task_of
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import metrics, sweep
+from deberta_ds.finetuning import sweep
 from deberta_ds.finetuning.directory import load_finetuned
-from deberta_ds.finetuning.layouts import Example
-from deberta_ds.finetuning.own import load_own_task
 from deberta_ds.finetuning.run import write_result
-from deberta_ds.finetuning.scores import as_text, scores_of
-from deberta_ds.finetuning.tasks import task_named
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.own import load_own_task
+from deberta_ds.tasks.scores import as_text, scores_of
+from deberta_ds.tasks.tasks import task_named
 
 DICE = np.random.default_rng(5)
 TAGS = [tuple(row) for row in DICE.integers(0, 3, (30, 6)).tolist()]

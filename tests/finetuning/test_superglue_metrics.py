@@ -7,11 +7,11 @@ import pytest
 from superglue_helpers import FEW, REAL, needs_real, sample
 from test_metrics_references import labelled
 
-from deberta_ds.finetuning import metrics
-from deberta_ds.finetuning.answer_texts import normalize
-from deberta_ds.finetuning.layouts import Example
-from deberta_ds.finetuning.readers import read_split
-from deberta_ds.finetuning.tasks import TASKS, task_named
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.answer_texts import normalize
+from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.readers import read_split
+from deberta_ds.tasks.tasks import TASKS, task_named
 
 
 def percent(value: float) -> float:

@@ -8,9 +8,9 @@ import pytest
 from superglue_helpers import ALL_TASKS, FEW, REAL, SAMPLE, needs_real, sample
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.layouts import examples_of, find_phrase, without_highlight_marks
-from deberta_ds.finetuning.readers import carve, has_split, read_split
-from deberta_ds.finetuning.tasks import TASKS, task_named
+from deberta_ds.tasks.layouts import examples_of, find_phrase, without_highlight_marks
+from deberta_ds.tasks.readers import carve, has_split, read_split
+from deberta_ds.tasks.tasks import TASKS, task_named
 
 
 @pytest.mark.parametrize("name", [task.name for task in TASKS])

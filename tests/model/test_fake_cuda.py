@@ -27,8 +27,6 @@ from torch.utils._pytree import tree_iter  # noqa: E402
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig  # noqa: E402
 from deberta_ds.finetuning.features import FeatureBatch  # noqa: E402
 from deberta_ds.finetuning.heads import TaskModel  # noqa: E402
-from deberta_ds.finetuning.settings import Settings  # noqa: E402
-from deberta_ds.finetuning.tasks import HeadKind, task_named  # noqa: E402
 from deberta_ds.model import linear_cross_entropy  # noqa: E402
 from deberta_ds.model.backbone import Backbone  # noqa: E402
 from deberta_ds.model.encoder import Encoder  # noqa: E402
@@ -37,6 +35,8 @@ from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
 from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
 from deberta_ds.objectives.rtd_cached import CachedRtdModel  # noqa: E402
 from deberta_ds.planner.activations import _first_ids  # noqa: E402
+from deberta_ds.tasks.settings import Settings  # noqa: E402
+from deberta_ds.tasks.tasks import HeadKind, task_named  # noqa: E402
 
 SHAPE = dict(vocab_size=208, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128,
              max_position=64, position_buckets=8)

@@ -15,6 +15,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.gpus import GPUS, card_of, cpu_ranks, peak_flops
 from deberta_ds.engine.passes import are_summed
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
@@ -30,7 +31,6 @@ from deberta_ds.planner.communication import (
     step_seconds,
     traffic,
 )
-from deberta_ds.planner.gpus import GPUS, card_of, cpu_ranks, peak_flops
 from deberta_ds.planner.plan import (
     Choice,
     advise,

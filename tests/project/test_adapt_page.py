@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 from deberta_ds.base.files import read_file
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.objectives.build import build_model
-from deberta_ds.release.convert import write_microsoft
+from deberta_ds.publish.convert import write_microsoft
 from deberta_ds.release.ours import release_of_state
 
 # The model reaches 64 tokens, not 512.

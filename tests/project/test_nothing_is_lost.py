@@ -15,8 +15,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint import save, upload
 from deberta_ds.checkpoint.find import path_of
 from deberta_ds.finetuning import sweep
-from deberta_ds.finetuning.tasks import task_named
-from deberta_ds.release import convert
+from deberta_ds.publish import convert
+from deberta_ds.tasks.tasks import task_named
 from deberta_ds.tracking.records import read_metrics
 
 

@@ -10,8 +10,8 @@ from launching import ROOT, python
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.objectives.build import build_model
-from deberta_ds.release.average import average, last_checkpoints
-from deberta_ds.release.convert import convert, write_release
+from deberta_ds.publish.average import average, last_checkpoints
+from deberta_ds.publish.convert import convert, write_release
 from deberta_ds.release.ours import release_of_state, write_ours
 from deberta_ds.release.read_back import changes_beyond_reach
 from deberta_ds.release.reader import read_release

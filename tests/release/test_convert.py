@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.publish.convert import convert, microsoft_tensors, write_microsoft
 from deberta_ds.release import configs, read_back
-from deberta_ds.release.convert import convert, microsoft_tensors, write_microsoft
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.release.reader import SIDE_FILE, read_release

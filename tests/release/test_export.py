@@ -25,10 +25,11 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_masked_lm
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.mlm import padded
-from deberta_ds.release import configs, convert, names, read_back
-from deberta_ds.release.average import average
-from deberta_ds.release.convert import write_microsoft
-from deberta_ds.release.hf import write_hugging_face
+from deberta_ds.publish import convert
+from deberta_ds.publish.average import average
+from deberta_ds.publish.convert import write_microsoft
+from deberta_ds.publish.hf import write_hugging_face
+from deberta_ds.release import configs, names, read_back
 from deberta_ds.release.ours import release_of_state, write_ours
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.release.reader import read_release

@@ -6,7 +6,7 @@ import torch
 from launching import deepspeed_json, make_run, options_of
 
 from deberta_ds.checkpoint.find import load_whole_state
-from deberta_ds.release.convert import convert
+from deberta_ds.publish.convert import convert
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 TINY_STEP = 1e-9  # learning rate of the one step that makes a checkpoint of the first weights

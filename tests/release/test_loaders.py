@@ -10,7 +10,7 @@ from data_helpers import SENTENCES, tiny_tokenizer
 from export_cases import make_release
 from superglue_helpers import saved_model
 
-from deberta_ds.release.hf import write_hugging_face
+from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.release.pretrained import load_backbone
 
 

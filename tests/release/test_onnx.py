@@ -11,9 +11,9 @@ from export_cases import FAMILIES, make_release, with_classifier
 from superglue_helpers import saved_model
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.release import onnx_files
-from deberta_ds.release.convert import convert
-from deberta_ds.release.hf import write_hugging_face
+from deberta_ds.publish import onnx_files
+from deberta_ds.publish.convert import convert
+from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.release import Network

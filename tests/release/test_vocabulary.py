@@ -20,8 +20,8 @@ from deberta_ds.config.run_config import InitConfig, SourceConfig
 from deberta_ds.config.toml_files import as_toml
 from deberta_ds.corpus.extend_tokenizer import extend_tokenizer
 from deberta_ds.objectives.build import build_model, held_parameters
-from deberta_ds.release.convert import WRITERS, convert
-from deberta_ds.release.hf import write_hugging_face
+from deberta_ds.publish.convert import WRITERS, convert
+from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import release_of_state, write_ours
 from deberta_ds.release.reader import read_release

@@ -15,7 +15,7 @@ from test_report_browser import CHROMIUM, probed
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate.attention_parts import attention_parts, position_similarity
 from deberta_ds.model.attention.geometry import Geometry
-from deberta_ds.release.hf import write_hugging_face
+from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.report.small_pages import colored, write_attention

@@ -20,12 +20,12 @@ from superglue_helpers import saved_model, tiny_start
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.models import build_model
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tasks import task_named
-from deberta_ds.release import hf
-from deberta_ds.release.convert import convert
+from deberta_ds.publish import hf
+from deberta_ds.publish.convert import convert
 from deberta_ds.release.ours import write_ours
 from deberta_ds.report import model_card
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.tasks import task_named
 
 
 def exported(tmp_path, source=None, family="v3", kind="rtd", **said):

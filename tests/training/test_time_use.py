@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deberta_ds.planner import goodput
+from deberta_ds.training import goodput
 from deberta_ds.training.meters import (
     Meters,
     SpeedMeter,

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from deberta_ds.finetuning.answer_texts import normalize, token_f1
-from deberta_ds.finetuning.layouts import Example, Label, class_of, classes_of
-from deberta_ds.finetuning.tasks import Task
+from deberta_ds.tasks.answer_texts import normalize, token_f1
+from deberta_ds.tasks.layouts import Example, Label, class_of, classes_of
+from deberta_ds.tasks.tasks import Task
 
 # In the form of `Example.label`: a class index, a number, 0 or 1 for each label, the class of each
 # word; for ReCoRD and SQuAD the answer string.

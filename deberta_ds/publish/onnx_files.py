@@ -20,8 +20,8 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.encoder import DecoderQueries
+from deberta_ds.publish.hf import GENERATOR_DIRECTORY, head_class
 from deberta_ds.release import release as networks
-from deberta_ds.release.hf import GENERATOR_DIRECTORY, head_class
 from deberta_ds.release.release import Network, Release
 
 TOLERANCE = 1e-4  # of the largest output, or of 1: two orders of summation in fp32
@@ -56,7 +56,7 @@ def write_onnx(release: Release, out: Path, precision: str) -> list[str]:
 
 def write_network(network: Network, directory: Path, precision: str) -> list[str]:
     """Write the graphs of one network into `directory`; return lines on what was checked."""
-    from deberta_ds.release.onnx_graph import build
+    from deberta_ds.publish.onnx_graph import build
 
     head = graph_head(network)
     _save(build(network, head), directory / MODEL)

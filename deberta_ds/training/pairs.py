@@ -24,7 +24,7 @@ import numpy as np
 
 from deberta_ds.base import command_line
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.corpus.tables import read_table, text_lines
+from deberta_ds.files.tables import read_table, text_lines
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.text import BadTextError, normalise
 

@@ -26,11 +26,11 @@ from pydantic.dataclasses import dataclass
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.options import STRICT, nearest, option, validate
 from deberta_ds.config.toml_files import read_toml
-from deberta_ds.finetuning.answer_texts import LANGUAGES
-from deberta_ds.finetuning.own_labels import with_labels
-from deberta_ds.finetuning.settings import Settings
-from deberta_ds.finetuning.tables import HUB_TABLE, files_like
-from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, HeadKind, Layout, TableForm, Task
+from deberta_ds.tasks.answer_texts import LANGUAGES
+from deberta_ds.tasks.own_labels import with_labels
+from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.tables import HUB_TABLE, files_like
+from deberta_ds.tasks.tasks import TASK_NAMES, TEST, HeadKind, Layout, TableForm, Task
 
 Kind = Literal["classification", "multilabel", "regression", "choice", "tags", "spans"]
 _OF_TWO = ("binary_f1", "f1a", "matthews")  # metrics of a class against another one

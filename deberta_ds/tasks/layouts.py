@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from deberta_ds.finetuning import annotations
-from deberta_ds.finetuning.answer_texts import language_of
-from deberta_ds.finetuning.line import Line, show
-from deberta_ds.finetuning.tasks import Task
+from deberta_ds.tasks import annotations
+from deberta_ds.tasks.answer_texts import language_of
+from deberta_ds.tasks.line import Line, show
+from deberta_ds.tasks.tasks import Task
 
 PLACEHOLDER = "@placeholder"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

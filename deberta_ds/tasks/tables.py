@@ -1,6 +1,6 @@
 """Tables of any common kind -> rows, by column names.
 
-What corpus/tables.py reads, and on top of that the layouts of fine-tuning's own:
+What files/tables.py reads, and on top of that the layouts of fine-tuning's own:
     .json                  a SQuAD document, Label Studio's export
     .conll .txt .bio ...   a token per line (column_files.py); WikiANN's by its lines, also without
                            an ending; every other ending too where a task file has `columns`
@@ -20,11 +20,11 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
 from deberta_ds.corpus.documents import stamp_of
-from deberta_ds.corpus.inputs import open_stream, revision_of, suffix_of
-from deberta_ds.corpus.tables import TABLE_KINDS, is_pair, is_quoted, named, read_each
-from deberta_ds.finetuning.annotations import flat
-from deberta_ds.finetuning.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
-from deberta_ds.finetuning.tasks import TableForm, Task
+from deberta_ds.files.inputs import open_stream, revision_of, suffix_of
+from deberta_ds.files.tables import TABLE_KINDS, is_pair, is_quoted, named, read_each
+from deberta_ds.tasks.annotations import flat
+from deberta_ds.tasks.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
+from deberta_ds.tasks.tasks import TableForm, Task
 from deberta_ds.tokenizer.text import TO_UTF8
 
 HUB_TABLE = "hub:"

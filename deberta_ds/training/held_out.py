@@ -19,11 +19,11 @@ from deberta_ds.cluster import dist
 from deberta_ds.config import own_parts
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch, Row, collate
-from deberta_ds.evaluate.pairs import encode_sentences, outcomes, read_pairs, sample_pairs
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import Objective
 from deberta_ds.release.pretrained import LoadedModel, load_backbone
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.training.pairs import encode_sentences, outcomes, read_pairs, sample_pairs
 
 _SEED = 0  # of samples: the same for every run and discriminator, so scores compare
 _ROWS_AT_ONCE = 16  # of `score_rows`

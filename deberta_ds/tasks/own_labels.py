@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.inputs import suffix_of
-from deberta_ds.finetuning.annotations import hold_spaces, is_entities
-from deberta_ds.finetuning.column_files import PREFIXED
-from deberta_ds.finetuning.labels import (
+from deberta_ds.files.inputs import suffix_of
+from deberta_ds.tasks.annotations import hold_spaces, is_entities
+from deberta_ds.tasks.column_files import PREFIXED
+from deberta_ds.tasks.labels import (
     NO_LABEL,
     as_one,
     choice_label,
@@ -30,11 +30,11 @@ from deberta_ds.finetuning.labels import (
     read_list,
     to_line,
 )
-from deberta_ds.finetuning.layouts import chosen, entities_of, examples_of
-from deberta_ds.finetuning.line import Line
-from deberta_ds.finetuning.metrics import PREFIXES
-from deberta_ds.finetuning.tables import Row, each_row, read_table
-from deberta_ds.finetuning.tasks import Task
+from deberta_ds.tasks.layouts import chosen, entities_of, examples_of
+from deberta_ds.tasks.line import Line
+from deberta_ds.tasks.metrics import PREFIXES
+from deberta_ds.tasks.tables import Row, each_row, read_table
+from deberta_ds.tasks.tasks import Task
 
 _MOST_LABELS = 1000
 

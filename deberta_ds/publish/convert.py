@@ -15,9 +15,9 @@ from deberta_ds import __version__
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.base.json_files import read_json
+from deberta_ds.publish.hf import write_hugging_face
+from deberta_ds.publish.onnx_files import require_onnx, write_onnx
 from deberta_ds.release import configs, names, read_back
-from deberta_ds.release.hf import write_hugging_face
-from deberta_ds.release.onnx_files import require_onnx, write_onnx
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.read_back import check_hugging_face, check_tensors, check_tokenizer
 from deberta_ds.release.reader import read_release

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.inputs import suffix_of
-from deberta_ds.corpus.tables import text_lines
+from deberta_ds.files.inputs import suffix_of
+from deberta_ds.files.tables import text_lines
 
 COLUMN_SUFFIXES = (".conll", ".conllu", ".txt", ".bio", ".bioes", ".bmes", ".iob", ".iob2",
                    ".train", ".testa", ".testb")

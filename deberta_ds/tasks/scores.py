@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from deberta_ds.finetuning import metrics
-from deberta_ds.finetuning.layouts import Example, is_labelled
-from deberta_ds.finetuning.tasks import Task
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.layouts import Example, is_labelled
+from deberta_ds.tasks.tasks import Task
 
 FILE = "scores.json"
 _SAMPLES, _MOST_SAMPLED, _LEAST_SAMPLES = 1000, 20_000_000, 100
