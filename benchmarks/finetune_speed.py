@@ -71,7 +71,7 @@ def job_of(name: str, options):
     from deberta_ds.finetuning.models import open_start
     from deberta_ds.tasks.readers import read_split
     from deberta_ds.tasks.settings import load, resolve
-    from deberta_ds.tasks.tasks import TASK_NAMES, task_named
+    from deberta_ds.tasks.task import TASK_NAMES, task_named
 
     task = task_named(name)
     given = [f"--all.{key}={getattr(options, key)}" for key in

@@ -42,7 +42,7 @@ def main() -> None:
 
     from deberta_ds.config.toml_files import BUILT, read_built
     from deberta_ds.data.mixture import build_mixture, next_source, temperature_weights
-    from deberta_ds.data.remote import Cache
+    from deberta_ds.files.remote import Cache
 
     if len(args.corpus) == 1 and (Path(args.corpus[0]) / BUILT).is_file():
         built = read_built(args.corpus[0])["sources"]

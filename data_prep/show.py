@@ -40,8 +40,8 @@ def main() -> None:
     if args.corpus and not (args.tokenizer and args.seq_len):
         parser.error("a corpus needs --tokenizer and --seq_len; a run file has them")
 
-    from deberta_ds.data.remote import Cache
     from deberta_ds.data.rows import RowDataset
+    from deberta_ds.files.remote import Cache
     from deberta_ds.tokenizer import Tokenizer
 
     data, objective, rows_of_run = settings_of(args, overrides)

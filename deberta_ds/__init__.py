@@ -7,7 +7,8 @@ do (docs/how-to/python.md).
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+from deberta_ds.base.version import __version__ as __version__
+
 __all__ = ["export", "finetune", "load", "predict", "train"]
 
 if TYPE_CHECKING:

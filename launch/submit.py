@@ -14,7 +14,7 @@ from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly, naming
 
 if TYPE_CHECKING:
-    from deberta_ds.tasks.tasks import Task
+    from deberta_ds.tasks.task import Task
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
 
     from deberta_ds.tasks import submission
     from deberta_ds.tasks.readers import read_split
-    from deberta_ds.tasks.tasks import SUITES
+    from deberta_ds.tasks.task import SUITES
 
     if bool(args.check) == bool(args.zip and args.run):
         raise UserError("pass either --check ZIP, or --run DIR and --zip ZIP")

@@ -40,7 +40,7 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
 
     from deberta_ds.api.jobs import finetune  # heavy imports after the options are known good
     from deberta_ds.cluster import dist
-    from deberta_ds.tasks.tasks import SUITES
+    from deberta_ds.tasks.task import SUITES
 
     values = vars(given)
     names, init_from, save_models, other = (

@@ -22,7 +22,7 @@ from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.model.init import init_parameters
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import Settings
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 from deberta_ds.tokenizer import Tokenizer
 
 SAMPLE = Path(__file__).parent / "fixtures" / "superglue"

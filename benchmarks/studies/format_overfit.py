@@ -182,7 +182,7 @@ def measure(name: str, scratch: Path) -> dict:
     from deberta_ds.finetuning.models import open_start
     from deberta_ds.tasks import settings
     from deberta_ds.tasks.own import load_own_task
-    from deberta_ds.tasks.tasks import TASK_NAMES, task_named
+    from deberta_ds.tasks.task import TASK_NAMES, task_named
 
     data = scratch / name
     data.mkdir()

@@ -23,7 +23,7 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.models import Start, build_model
 from deberta_ds.tasks.settings import Settings
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,7 +31,7 @@ from deberta_ds.release import shape
 from deberta_ds.report import run_pages
 from deberta_ds.report.model_card import Publisher, check_publisher, write_card
 from deberta_ds.report.rundata import read_sweep
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 from deberta_ds.training import loop, meters
 

@@ -24,6 +24,7 @@ import xxhash
 
 from deberta_ds.base.errors import UserError, naming
 
+MANIFEST = "manifest.json"  # what a directory of shards holds, with its checksums
 _HOST = f"{zlib.crc32(socket.gethostname().encode()) % 0x1000:03x}"
 _OLD_SECONDS = 60.0  # of a file of another host, whose lock may not be seen from here
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust pass one on

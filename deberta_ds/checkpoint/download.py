@@ -15,8 +15,7 @@ import xxhash
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.files import cache_directory
 from deberta_ds.checkpoint.run_record import BEST, DIRECTORY, MANIFEST
-from deberta_ds.corpus.outputs import fetch
-from deberta_ds.data import remote
+from deberta_ds.files import remote
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB = "hf://"
@@ -56,7 +55,7 @@ def _of_a_url(url: str) -> Path:
     with open(place / ".lock", "w") as held:  # one of a node's ranks fetches, the others wait
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(held, fcntl.LOCK_EX)
-        return Path(fetch(url, cache=str(place)))
+        return Path(remote.fetch(url, cache=str(place)))
 
 
 def _of_the_hub(name: str) -> Path:

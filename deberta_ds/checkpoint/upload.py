@@ -27,7 +27,7 @@ from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import BEST
 from deberta_ds.checkpoint.save import is_permanent, outdated
 from deberta_ds.config.run_config import TrainConfig
-from deberta_ds.data import remote
+from deberta_ds.files import remote
 from deberta_ds.tracking.records import METRICS_FILE
 from deberta_ds.tracking.trackers import MLFLOW_RUN_FILE, WANDB_RUN_FILE
 

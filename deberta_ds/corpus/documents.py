@@ -22,7 +22,6 @@ from typing import NamedTuple
 import xxhash
 
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.data.remote import file_system, state_of
 from deberta_ds.files.inputs import (
     COMPRESSED_SUFFIXES,
     is_compressed,
@@ -33,6 +32,7 @@ from deberta_ds.files.inputs import (
     revision_of,
     suffix_of,
 )
+from deberta_ds.files.remote import file_system, stamp_of, state_of
 from deberta_ds.files.tables import TABLE_KINDS
 
 # Suffix: kind, as of readers.read_unit.
@@ -224,12 +224,6 @@ def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
         return
     for name in _data_names(sorted(name for name in os.listdir(path) if not name.startswith("."))):
         yield from _local_files(os.path.join(path, name))
-
-
-def stamp_of(status: os.stat_result) -> str:
-    """Return how a local file looks from outside."""
-    return (f"{status.st_size} bytes of {status.st_mtime_ns}, inode {status.st_ino}, changed "
-            f"{status.st_ctime_ns}")
 
 
 def _data_names(names: list[str]) -> list[str]:

@@ -15,8 +15,8 @@ import xxhash
 
 from deberta_ds.base.errors import UserError, naming, still_at_work
 from deberta_ds.base.files import xxh3
-from deberta_ds.corpus.documents import BAD, Extent, stamp_of
-from deberta_ds.data.remote import remote_state
+from deberta_ds.corpus.documents import BAD, Extent
+from deberta_ds.files.remote import remote_state, stamp_of
 
 Part = tuple[int, int] | None  # (i, n): units i, i + n, ... of n parts; None: all, and the end
 Units = dict[str, list[Extent]]  # by their names, 32 hexadecimal digits

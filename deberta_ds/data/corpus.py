@@ -16,7 +16,7 @@ import xxhash
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import xxh3
 from deberta_ds.data.reading import SmallFiles, read_bytes
-from deberta_ds.data.remote import DEFAULT_CACHE, Cache, RemoteCorpus, is_remote
+from deberta_ds.data.remote import RemoteCorpus
 from deberta_ds.data.shards import (
     FRAME_TOKENS,
     MANIFEST,
@@ -27,6 +27,7 @@ from deberta_ds.data.shards import (
     read_rows_manifest,
     rows_directory,
 )
+from deberta_ds.files.remote import DEFAULT_CACHE, Cache, is_remote
 
 _APART_ROWS = 4  # pieces that lie within so many rows of tokens are read at once
 

@@ -20,9 +20,14 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.splitmix import MASK64, MULTIPLIERS, mix64
 from deberta_ds.config.run_config import SourceConfig, from_dict
 from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.remote import DEFAULT_CACHE, Cache
+from deberta_ds.files.remote import DEFAULT_CACHE, Cache
 
 _WEIGHT_BITS = 50  # of the sum of the integer weights
+
+# Muennighoff et al. 2023 (arXiv 2305.16264, decoders): for up to 4 epochs repeated text lowers the
+# loss nearly as much as new text, then less and less, and from about 40 on not at all. Encoders
+# take more: each epoch has other masks, and BERT (arXiv 1810.04805, A.2) was trained for 40.
+FEW_EPOCHS, MANY_EPOCHS = 4, 40
 
 
 @dataclass(frozen=True)

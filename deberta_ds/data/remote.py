@@ -12,176 +12,21 @@ without locks. Where reading takes long, the loader's threads read the rows that
 
 import json
 import os
-import random
-import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import numpy as np
 import xxhash
-from fsspec.implementations.local import LocalFileSystem
 from pydantic import NonNegativeInt
 
-from deberta_ds.base.errors import UserError, first_line, refuse_pipe
-from deberta_ds.base.files import cache_directory, write_atomic
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import MANIFEST, cache_directory, write_atomic
 from deberta_ds.base.json_files import parse_json, typed
-from deberta_ds.data.shards import MANIFEST
+from deberta_ds.files.remote import BLOCKS, Cache, file_system, put, remote_bytes, tried
 
 BLOCK_BYTES = 1 << 17
-BLOCKS = "blocks"
-TRIES = 8
-FIRST_WAIT_SECONDS = 0.1  # doubled at each try: 13 s in all
 _BLOCKS_BETWEEN_COUNTS = 256
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Where blocks are kept on this host, and how much of them; 0: all that are read."""
-
-    directory: str = "~/.cache/deberta_ds"
-    gigabytes: float = 0.0
-
-
-DEFAULT_CACHE = Cache()
-
-
-def is_remote(path: str | Path) -> bool:
-    return "://" in str(path)
-
-
-def file_system(url: str):
-    """Return (file system, path in it). s3:// needs no package where s3fs is not installed: Arrow
-    has a client (AWS_ENDPOINT_URL names another server than Amazon's).
-    """
-    try:
-        options: dict[str, Any] = {}
-        if url.startswith("http"):  # whose client allows five minutes for all of a file
-            from aiohttp import ClientTimeout
-
-            options["client_kwargs"] = {
-                "timeout": ClientTimeout(total=None, sock_connect=60, sock_read=60)}
-        system, path = fsspec.core.url_to_fs(url, **options)
-        return _Files() if type(system) is LocalFileSystem else system, path
-    except ImportError as error:
-        if url.startswith("s3://"):
-            return _arrow_s3(), url.removeprefix("s3://").rstrip("/")
-        raise UserError(f"{url}: needs another package: {error}") from error
-    except ValueError as error:  # an unknown protocol
-        raise UserError(f"{url}: {error}") from error
-
-
-def state_of(detail: dict) -> str:
-    """Return how a file looks from outside, of what its file system says of it."""
-    known = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
-    return f"{detail['size']} bytes, " + ", ".join(str(detail[key]) for key in known
-                                                   if key in detail)
-
-
-def remote_state(url: str) -> str:
-    """Return `state_of` the file that is at a URL now."""
-    system, path = file_system(url)
-    system.invalidate_cache()
-    try:
-        return tried(lambda: state_of(system.info(path)), url, bool)
-    except FileNotFoundError:
-        return "nothing"
-
-
-def listed_at(url: str) -> tuple[Any, str, dict[str, dict]]:
-    """Return the file system and the path of a URL, and all files there; UserError names `url`."""
-    try:
-        system, root = file_system(url)
-        system.invalidate_cache()
-        found: dict[str, dict] = {}
-        with suppress(FileNotFoundError):
-            found = system.find(root, detail=True)
-        return system, root, found
-    except UserError:
-        raise
-    except Exception as error:  # each file system has errors of its own
-        raise UserError(f"{url}: cannot be listed ({type(error).__name__}: {first_line(error)}); "
-                        "check the address and the credentials") from error
-
-
-def check_writable(url: str) -> None:
-    """Write, list, read and remove a small file at `url`; UserError names `url`."""
-    try:
-        system, root = file_system(url)
-        place = f"{root}/check-{os.urandom(4).hex()}.tmp"
-        system.makedirs(root, exist_ok=True)
-        system.pipe_file(place, b"from --check")
-        system.ls(root)
-        system.cat_file(place)
-        system.rm_file(place)
-    except UserError:
-        raise
-    except Exception as error:  # as above
-        raise UserError(f"{url}: must allow to write, list, read and delete files "
-                        f"({type(error).__name__}: {first_line(error)}); check the address and "
-                        "the rights of the credentials, or choose another place") from error
-
-
-@cache
-def _system_of_process(url: str, process: int) -> tuple:
-    """Return `file_system`, one for each process: clients do not survive a fork."""
-    return file_system(url)
-
-
-class _Files(LocalFileSystem):
-    """Files of this host (file://), where opening a pipe would wait for ever."""
-
-    def _open(self, path, *arguments, **options):
-        refuse_pipe(path)
-        return super()._open(path, *arguments, **options)
-
-
-def _arrow_s3():
-    from fsspec.implementations.arrow import ArrowFSWrapper
-    from pyarrow.fs import S3FileSystem
-
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-    scheme, _, host = endpoint.rpartition("://")
-    options = {"endpoint_override": host, "scheme": scheme or "https"} if endpoint else {}
-
-    class ArrowS3(ArrowFSWrapper):
-        protocol = "s3"
-
-        def cat_file(self, path, start=None, end=None, **_):  # the wrapper's own cannot seek
-            with self.fs.open_input_file(path) as file:
-                start, end = start or 0, file.size() if end is None else end
-                return file.read_at(end - start, start)
-
-    # A small file is then one request, not the three of an upload in parts.
-    return ArrowS3(S3FileSystem(region=os.environ.get("AWS_REGION"), allow_delayed_open=True,
-                                **options))
-
-
-def tried(get: Callable[[], Any], name: str, is_whole: Callable[[Any], bool]) -> Any:
-    """Return what `get` returns once it is whole, in several tries; UserError names `name`.
-
-    FileNotFoundError is left to the caller.
-    """
-    wait, problem = FIRST_WAIT_SECONDS, ""
-    for number in range(TRIES):
-        try:
-            found = get()
-            if is_whole(found):
-                return found
-            problem = "damaged: it differs from its checksum or size; put it there again"
-        except (FileNotFoundError, UserError):
-            raise
-        except Exception as error:  # each file system has errors of its own
-            problem = f"{type(error).__name__}: {first_line(error)}"
-        if number < TRIES - 1:
-            time.sleep(wait * random.uniform(0.5, 1.0))  # ranks shall not all ask at once
-            wait *= 2
-    raise UserError(f"{name}: cannot be read in {TRIES} tries ({problem})")
 
 
 @dataclass(frozen=True)
@@ -191,6 +36,12 @@ class _Blocks:
     version: int
     block_bytes: int
     files: dict[str, tuple[NonNegativeInt, str]]
+
+
+@cache
+def _system_of_process(url: str, process: int) -> tuple:
+    """Return `file_system`, one for each process: clients do not survive a fork."""
+    return file_system(url)
 
 
 class RemoteCorpus:
@@ -312,7 +163,7 @@ def upload(corpus: str | Path, url: str) -> tuple[int, int]:
         sums = _block_sums(path)
         files[name] = (path.stat().st_size, xxhash.xxh3_128_hexdigest(sums))
         total += 1
-        if _remote_bytes(system, f"{root}/{BLOCKS}/{name}") == sums:
+        if remote_bytes(system, f"{root}/{BLOCKS}/{name}") == sums:
             continue
         put(system, f"{root}/{name}", path)
         put(system, f"{root}/{BLOCKS}/{name}", sums)
@@ -327,8 +178,8 @@ def upload(corpus: str | Path, url: str) -> tuple[int, int]:
 
 def _uploaded_before(corpus: Path, system, root: str) -> dict[str, tuple[int, str]]:
     """Return the files of the same corpus that are there: this copy may lack some row plans."""
-    blocks = _remote_bytes(system, f"{root}/{BLOCKS}/{MANIFEST}")
-    same = _remote_bytes(system, f"{root}/{MANIFEST}") == (corpus / MANIFEST).read_bytes()
+    blocks = remote_bytes(system, f"{root}/{BLOCKS}/{MANIFEST}")
+    same = remote_bytes(system, f"{root}/{MANIFEST}") == (corpus / MANIFEST).read_bytes()
     try:
         return typed(_Blocks, parse_json(blocks)).files if same and blocks else {}
     except ValueError:  # half of one, or damaged: written again
@@ -348,35 +199,3 @@ def _block_sums(path: Path) -> bytes:
         while data := file.read(BLOCK_BYTES):
             sums.append(xxhash.xxh3_64_intdigest(data))
     return np.array(sums, "<u8").tobytes()
-
-
-def _remote_bytes(system, path: str) -> bytes | None:
-    try:
-        return system.cat_file(path)
-    except Exception:  # each file system has errors of its own for what is not there
-        return None
-
-
-def put(system, path: str, data: bytes | Path) -> None:
-    """Write bytes or a local file to a path of a file system, in several tries."""
-    if isinstance(data, Path) and data.stat().st_size < 1 << 26:
-        data = data.read_bytes()
-    wait = FIRST_WAIT_SECONDS
-    for number in range(TRIES):
-        try:
-            if directory := os.path.dirname(path):
-                system.makedirs(directory, exist_ok=True)
-            if isinstance(data, bytes):
-                system.pipe_file(path, data)
-            else:
-                system.put_file(str(data), path)
-            return
-        except UserError:
-            raise
-        except Exception as error:  # as above
-            if number == TRIES - 1:
-                raise UserError(f"{path}: cannot be written ({type(error).__name__}: "
-                                f"{first_line(error)}); run the same command again") from error
-            print(f"note: {path}: {first_line(error)}; trying again", file=sys.stderr)
-            time.sleep(wait)
-            wait *= 2

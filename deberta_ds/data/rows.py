@@ -20,8 +20,8 @@ from deberta_ds.data.batch import Row
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.masking import mask_row
 from deberta_ds.data.mixture import Permutation, build_mixture
-from deberta_ds.data.remote import DEFAULT_CACHE, Cache
 from deberta_ds.data.replaced import Replacements
+from deberta_ds.files.remote import DEFAULT_CACHE, Cache
 
 _permutation = lru_cache(4096)(Permutation)
 

@@ -32,7 +32,7 @@ import numpy as np
 from pydantic import Field
 
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.base.files import atomic_path, write_atomic, xxh3
+from deberta_ds.base.files import MANIFEST, atomic_path, write_atomic, xxh3
 from deberta_ds.base.json_files import parse_json, typed
 from deberta_ds.config.toml_files import BUILT
 
@@ -40,7 +40,6 @@ FRAME_TOKENS = 2  # [CLS] and [SEP] of every piece
 OPEN_ROWS = 64
 PACKER_VERSION = 1
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
 HEADER_BYTES = 128
 _UNFINISHED = "not a finished corpus"
 # Of a label: documents, characters, tokens.

@@ -15,7 +15,7 @@ from typing import Any
 import zstandard
 
 from deberta_ds.base.errors import UserError, first_line, refuse_pipe
-from deberta_ds.data.remote import file_system, state_of, tried
+from deberta_ds.files.remote import file_system, state_of, tried
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _REMOTE_BYTES = 1 << 22

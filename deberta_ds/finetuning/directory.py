@@ -48,7 +48,7 @@ from deberta_ds.release.tensors import (
 )
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, write_tokenizer_files
 from deberta_ds.tasks.settings import Settings
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import Tokenizer
 
 FACTS, RESULT, MODEL = "finetuned.json", "result.json", "model"

@@ -23,7 +23,7 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.layouts import PLACEHOLDER, Example, Label, classes_of, shared
 from deberta_ds.tasks.tables import Faults
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import Tokenizer
 
 _WINDOWED = ("multirc", "record", "tags", "answers")

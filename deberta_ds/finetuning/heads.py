@@ -22,7 +22,7 @@ from deberta_ds.finetuning.answers import NEVER, best_answers
 from deberta_ds.finetuning.features import FeatureBatch
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.tasks.settings import Settings
-from deberta_ds.tasks.tasks import HeadKind, Task
+from deberta_ds.tasks.task import HeadKind, Task
 
 # Scale-invariant fine-tuning: adversarial noise on normalized token embeddings.
 #

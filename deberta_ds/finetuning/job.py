@@ -18,7 +18,7 @@ from deberta_ds.finetuning.models import Start
 from deberta_ds.finetuning.predict import score_split
 from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.settings import Settings
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from deberta_ds.finetuning.resume import Checkpoints, Progress, forget_waiting, 
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import class_of
 from deberta_ds.tasks.settings import Settings
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 from deberta_ds.training.step import Training, train_step
 
 _MOST_NAMED = 4  # examples of a bad step

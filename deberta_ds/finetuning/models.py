@@ -26,7 +26,7 @@ from deberta_ds.release.reader import check_same
 from deberta_ds.release.relative_rows import a_row_a_distance
 from deberta_ds.release.tensors import tensors_digest
 from deberta_ds.tasks.settings import Settings
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import Tokenizer
 
 RANDOM = "random:"

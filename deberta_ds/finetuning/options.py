@@ -12,7 +12,7 @@ from deberta_ds.base.errors import UserError
 
 if TYPE_CHECKING:
     from deberta_ds.finetuning.sweep import Sweep
-    from deberta_ds.tasks.tasks import Task
+    from deberta_ds.tasks.task import Task
 
 _GPU_JSON = "ds_configs/zero1_bf16.json"
 SIFT_WEIGHT = 5.0  # lambda of the published DeBERTaV3 small and base recipes
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def open_task(name: str) -> "Task":
     """Return a benchmark's task by its name, or one of the user's own by its file."""
     from deberta_ds.tasks.own import load_own_task
-    from deberta_ds.tasks.tasks import task_named
+    from deberta_ds.tasks.task import task_named
 
     if not name.endswith(".toml"):
         return task_named(name)
@@ -91,7 +91,7 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     from deberta_ds.engine.engine import check_deepspeed
     from deberta_ds.finetuning.models import open_start
     from deberta_ds.tasks import settings
-    from deberta_ds.tasks.tasks import TASK_NAMES, task_named
+    from deberta_ds.tasks.task import TASK_NAMES, task_named
 
     tasks = tuple(open_task(task) if isinstance(task, str) else task for task in given)
     names = [task.name for task in tasks]

@@ -19,7 +19,7 @@ from deberta_ds.finetuning.heads import TaskOutput
 from deberta_ds.tasks.column_files import PREFIXED
 from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.metrics import Prediction, spans_of
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 
 INNER, LOST = NEVER, 2 * NEVER  # scores of words without a token of their own: Feature.inner, .lost
 

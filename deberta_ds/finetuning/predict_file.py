@@ -24,7 +24,7 @@ from scipy.special import expit, softmax
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
-from deberta_ds.corpus.documents import stamp_of
+from deberta_ds.files.remote import stamp_of
 from deberta_ds.finetuning.answers import MARGIN, answer_place
 from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.features import Feature, count_unknown, encode
@@ -36,7 +36,7 @@ from deberta_ds.tasks.metrics import Prediction
 from deberta_ds.tasks.scores import as_text, scores_of
 from deberta_ds.tasks.submission import as_written
 from deberta_ds.tasks.tables import Faults, check_stamp, each_row
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import unknown_pieces
 from deberta_ds.training.check import check_alike
 

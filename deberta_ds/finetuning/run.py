@@ -42,7 +42,7 @@ from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.scores import FILE, as_text, scores_of
 from deberta_ds.tasks.submission import render
-from deberta_ds.tasks.tasks import Task, diagnostics_of
+from deberta_ds.tasks.task import Task, diagnostics_of
 from deberta_ds.tokenizer import unknown_pieces
 
 

@@ -41,7 +41,7 @@ from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.scores import percent
 from deberta_ds.tasks.settings import Settings, resolve
 from deberta_ds.tasks.tables import Faults
-from deberta_ds.tasks.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
+from deberta_ds.tasks.task import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.training.check import check_alike
 from deberta_ds.training.step import BadStepError
 

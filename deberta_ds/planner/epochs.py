@@ -1,13 +1,9 @@
-"""How often a run sees its text, and what is known of text that is seen again.
-
-Muennighoff et al. 2023 (arXiv 2305.16264, decoders): for up to 4 epochs repeated text lowers the
-loss nearly as much as new text, then less and less, and from about 40 on not at all. Encoders take
-more: each epoch has other masks, and BERT (arXiv 1810.04805, appendix A.2) was trained for 40.
-"""
+"""How often a run sees its text."""
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import rows_of_run
 from deberta_ds.config.run_config import RunConfig, SourceConfig
+from deberta_ds.data.mixture import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.data.shards import (
     FRAME_TOKENS,
     MANIFEST,
@@ -16,7 +12,6 @@ from deberta_ds.data.shards import (
     rows_directory,
 )
 
-FEW_EPOCHS, MANY_EPOCHS = 4, 40
 _BYTES_A_TOKEN = 4.0  # of English text with 32,000 subwords
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 from torch import Tensor
 
-from deberta_ds import __version__
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.base.json_files import read_json
+from deberta_ds.base.version import __version__
 from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.publish.onnx_files import require_onnx, write_onnx
 from deberta_ds.release import configs, names, read_back

@@ -20,7 +20,7 @@ from deberta_ds.base.numbers import counted
 from deberta_ds.base.splitmix import mix64
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.remote import Cache
+from deberta_ds.files.remote import Cache
 from deberta_ds.release.read_back import SENTENCES
 from deberta_ds.release.reader import read_release, read_tokenizer
 from deberta_ds.release.release import Network, Release, derive_words

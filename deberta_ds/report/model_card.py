@@ -13,11 +13,11 @@ from pathlib import Path
 from pydantic import Field
 from safetensors import safe_open
 
-from deberta_ds import __version__
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.base.numbers import counted, format_value
+from deberta_ds.base.version import __version__
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.run_record import read_run_record
@@ -32,7 +32,7 @@ from deberta_ds.release.reader import SIDE_FILE
 from deberta_ds.release.tensors import SAFETENSORS
 from deberta_ds.report.pages import template
 from deberta_ds.report.rundata import READ, Count, Score, Text, baseline_name, checked, read_checked
-from deberta_ds.tasks.tasks import TEST, Task
+from deberta_ds.tasks.task import TEST, Task
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 
 CARD = "README.md"

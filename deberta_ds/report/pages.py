@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from deberta_ds import __version__
+from deberta_ds.base.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
 

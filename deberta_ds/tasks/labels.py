@@ -15,7 +15,7 @@ from typing import Any
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import parse_json
 from deberta_ds.tasks.annotations import is_annotated
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer.text import is_removed
 
 # What tables write where there is none.

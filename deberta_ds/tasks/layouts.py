@@ -15,7 +15,7 @@ from typing import Any
 from deberta_ds.tasks import annotations
 from deberta_ds.tasks.answer_texts import language_of
 from deberta_ds.tasks.line import Line, show
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 
 PLACEHOLDER = "@placeholder"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.labels import as_one
-from deberta_ds.tasks.tasks import TASK_NAMES, Task
+from deberta_ds.tasks.task import TASK_NAMES, Task
 
 
 class Line:

@@ -18,7 +18,7 @@ import numpy as np
 
 from deberta_ds.tasks.answer_texts import normalize, token_f1
 from deberta_ds.tasks.layouts import Example, Label, class_of, classes_of
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 
 # In the form of `Example.label`: a class index, a number, 0 or 1 for each label, the class of each
 # word; for ReCoRD and SQuAD the answer string.

@@ -30,7 +30,7 @@ from deberta_ds.tasks.answer_texts import LANGUAGES
 from deberta_ds.tasks.own_labels import with_labels
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.tables import HUB_TABLE, files_like
-from deberta_ds.tasks.tasks import TASK_NAMES, TEST, HeadKind, Layout, TableForm, Task
+from deberta_ds.tasks.task import TASK_NAMES, TEST, HeadKind, Layout, TableForm, Task
 
 Kind = Literal["classification", "multilabel", "regression", "choice", "tags", "spans"]
 _OF_TWO = ("binary_f1", "f1a", "matthews")  # metrics of a class against another one

@@ -34,7 +34,7 @@ from deberta_ds.tasks.layouts import chosen, entities_of, examples_of
 from deberta_ds.tasks.line import Line
 from deberta_ds.tasks.metrics import PREFIXES
 from deberta_ds.tasks.tables import Row, each_row, read_table
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 
 _MOST_LABELS = 1000
 

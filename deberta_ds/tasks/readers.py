@@ -23,7 +23,7 @@ from deberta_ds.tasks.labels import is_ignored, to_line, without_label
 from deberta_ds.tasks.layouts import Example, classes_of, examples_of
 from deberta_ds.tasks.line import line_format
 from deberta_ds.tasks.tables import Faults, each_row
-from deberta_ds.tasks.tasks import TASK_NAMES, NoSplitError, TableForm, Task
+from deberta_ds.tasks.task import TASK_NAMES, NoSplitError, TableForm, Task
 
 # RuntimeError: encrypted, or packed in a way that Python cannot unpack.
 ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)

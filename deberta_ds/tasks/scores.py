@@ -13,7 +13,7 @@ import numpy as np
 
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import Example, is_labelled
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 
 FILE = "scores.json"
 _SAMPLES, _MOST_SAMPLED, _LEAST_SAMPLES = 1000, 20_000_000, 100

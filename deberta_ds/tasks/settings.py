@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from deberta_ds.config.options import STRICT, ConfigError, nearest, option, validate
 from deberta_ds.config.run_config import ModelConfig, OptimConfig
 from deberta_ds.config.toml_files import parse_override, read_toml, set_value
-from deberta_ds.tasks.tasks import Task
+from deberta_ds.tasks.task import Task
 
 ALL = "all"
 

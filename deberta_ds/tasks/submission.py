@@ -18,7 +18,7 @@ from deberta_ds.base.json_files import parse_json
 from deberta_ds.tasks.layouts import Example, class_of, classes_of
 from deberta_ds.tasks.metrics import Prediction, spans_of
 from deberta_ds.tasks.readers import ZIP_DAMAGE
-from deberta_ds.tasks.tasks import SUITES, Task
+from deberta_ds.tasks.task import SUITES, Task
 
 _FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # what a zip says of the hour would differ each time
 

@@ -19,12 +19,12 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
-from deberta_ds.corpus.documents import stamp_of
 from deberta_ds.files.inputs import open_stream, revision_of, suffix_of
+from deberta_ds.files.remote import stamp_of
 from deberta_ds.files.tables import TABLE_KINDS, is_pair, is_quoted, named, read_each
 from deberta_ds.tasks.annotations import flat
 from deberta_ds.tasks.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
-from deberta_ds.tasks.tasks import TableForm, Task
+from deberta_ds.tasks.task import TableForm, Task
 from deberta_ds.tokenizer.text import TO_UTF8
 
 HUB_TABLE = "hub:"

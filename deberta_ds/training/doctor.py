@@ -15,8 +15,8 @@ from importlib import metadata
 import psutil
 import torch
 
-from deberta_ds import __version__
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.version import __version__
 from deberta_ds.cluster import dist
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.options import validate

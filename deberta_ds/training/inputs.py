@@ -18,12 +18,12 @@ from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.remote import Cache
+from deberta_ds.data.mixture import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.data.rows import Row, RowDataset, eval_sequences
 from deberta_ds.engine import ds_config
+from deberta_ds.files.remote import Cache
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
-from deberta_ds.planner.epochs import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.check import check_alike
 from deberta_ds.training.held_out import Pairs, open_pairs

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from deberta_ds import __version__
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.version import __version__
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.config.model import ModelConfig

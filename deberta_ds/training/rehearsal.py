@@ -19,8 +19,8 @@ from deberta_ds.base.numbers import counted
 from deberta_ds.checkpoint.upload import check_owner
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.data import remote
 from deberta_ds.engine import engine
+from deberta_ds.files import remote
 from deberta_ds.training.check import changed_values
 from deberta_ds.training.goodput import STATE_BYTES
 from deberta_ds.training.inputs import batches_of

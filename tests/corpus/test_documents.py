@@ -25,8 +25,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units, split
 from deberta_ds.corpus.quality import Text
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.data import remote
-from deberta_ds.files import inputs
+from deberta_ds.files import inputs, remote
 from deberta_ds.files.inputs import open_bytes
 
 

@@ -14,7 +14,7 @@ from deberta_ds.corpus.identity import extents_of, identified
 from deberta_ds.corpus.outputs import JOB, fetch, output
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.remote import Cache
+from deberta_ds.files.remote import Cache
 
 
 def test_a_corpus_is_made_at_a_url_by_several_hosts_in_turn(text_file, tmp_path):

@@ -12,7 +12,9 @@ from data_helpers import make_corpus, tiny_tokenizer
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import Stretch
-from deberta_ds.data import loader, masking, reading, remote
+from deberta_ds.data import loader, masking, reading
+from deberta_ds.data.remote import RemoteCorpus, upload
+from deberta_ds.files import remote
 
 
 def test_a_worker_reads_ahead_of_its_own_rows_alone_and_not_without_end(monkeypatch):
@@ -47,7 +49,7 @@ def test_each_try_waits_twice_as_long_as_the_last(monkeypatch):
 
 
 def test_the_blocks_written_first_make_room_until_a_fifth_is_free(tmp_path):
-    corpus = remote.RemoteCorpus.__new__(remote.RemoteCorpus)
+    corpus = RemoteCorpus.__new__(RemoteCorpus)
     corpus.directory, corpus._cache = tmp_path / "one", remote.Cache(gigabytes=75e-6)
     corpus.directory.mkdir()
     for number in range(10):
@@ -76,6 +78,6 @@ def test_files_that_are_kept_open_leave_descriptors_to_the_process(monkeypatch, 
 def test_a_corpus_in_the_place_of_another_lists_its_own_files(tmp_path):
     for name, shards in (("old", 3), ("new", 1)):
         corpus = make_corpus(tmp_path / name, [[20, 21]] * 3, tiny_tokenizer(), shards=shards)
-        remote.upload(corpus, f"file://{tmp_path}/store")
+        upload(corpus, f"file://{tmp_path}/store")
     listed = json.loads((tmp_path / "store/blocks/manifest.json").read_bytes())["files"]
     assert len(listed) == 4  # of one shard

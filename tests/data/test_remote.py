@@ -27,11 +27,12 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
-from deberta_ds.data import remote
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.remote import BLOCK_BYTES, Cache, RemoteCorpus, upload
+from deberta_ds.data.remote import BLOCK_BYTES, RemoteCorpus, upload
 from deberta_ds.data.rows import RowDataset, eval_sequences
+from deberta_ds.files import remote
+from deberta_ds.files.remote import Cache
 
 
 class FaultyFileSystem(LocalFileSystem):

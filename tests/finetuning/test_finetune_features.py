@@ -23,7 +23,7 @@ from deberta_ds.tasks.layouts import Example, TextSpan, without_highlight_marks
 from deberta_ds.tasks.readers import Split, read_split
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.tables import Faults
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 
 
 def encoded(name, examples=None, max_length=256, window_overlap=32):

@@ -21,7 +21,7 @@ from deberta_ds.finetuning.models import build_model, keep_head, open_start
 from deberta_ds.finetuning.options import build_sweep
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.tasks.settings import Settings, load
-from deberta_ds.tasks.tasks import TASK_NAMES, TASKS, task_named
+from deberta_ds.tasks.task import TASK_NAMES, TASKS, task_named
 
 QUICK = (
     "--all.learning_rate=2e-3",

@@ -13,7 +13,7 @@ from deberta_ds.finetuning.heads import TaskModel, adversarial_divergence, diver
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
 from deberta_ds.tasks.settings import Settings
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 
 
 def model_and_batch(name: str, settings: Settings, **shape):

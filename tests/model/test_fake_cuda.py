@@ -36,7 +36,7 @@ from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
 from deberta_ds.objectives.rtd_cached import CachedRtdModel  # noqa: E402
 from deberta_ds.planner.activations import _first_ids  # noqa: E402
 from deberta_ds.tasks.settings import Settings  # noqa: E402
-from deberta_ds.tasks.tasks import HeadKind, task_named  # noqa: E402
+from deberta_ds.tasks.task import HeadKind, task_named  # noqa: E402
 
 SHAPE = dict(vocab_size=208, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128,
              max_position=64, position_buckets=8)

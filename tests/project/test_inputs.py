@@ -31,7 +31,7 @@ from deberta_ds.corpus import tokenize as stage
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.finetuning import predict_file
 from deberta_ds.finetuning.directory import load_finetuned
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import start as starting
 from deberta_ds.training.inputs import open_inputs

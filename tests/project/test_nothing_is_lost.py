@@ -16,7 +16,7 @@ from deberta_ds.checkpoint import save, upload
 from deberta_ds.checkpoint.find import path_of
 from deberta_ds.finetuning import sweep
 from deberta_ds.publish import convert
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 from deberta_ds.tracking.records import read_metrics
 
 

@@ -25,7 +25,7 @@ from deberta_ds.publish.convert import convert
 from deberta_ds.release.ours import write_ours
 from deberta_ds.report import model_card
 from deberta_ds.tasks.settings import Settings
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 
 
 def exported(tmp_path, source=None, family="v3", kind="rtd", **said):

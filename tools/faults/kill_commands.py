@@ -40,7 +40,7 @@ from s3_server import s3_bucket  # noqa: E402
 
 from deberta_ds.checkpoint.download import local_copy  # noqa: E402
 from deberta_ds.checkpoint.find import list_finished, problems_of, step_of  # noqa: E402
-from deberta_ds.data.remote import file_system  # noqa: E402
+from deberta_ds.files.remote import file_system  # noqa: E402
 
 KINDS = ("upload", "evals", "finetune", "ranks")
 URL, CHAIN, STEPS = "s3://shop/run", 4, 16

@@ -227,7 +227,7 @@ def losses_of(out: Path) -> list[float]:
 
 
 def read(place: str, name: str) -> bytes:
-    from deberta_ds.data.remote import file_system
+    from deberta_ds.files.remote import file_system
 
     system, root = file_system(place)
     return system.cat_file(f"{root}/{name}")

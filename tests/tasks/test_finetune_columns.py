@@ -8,7 +8,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.tables import each_row, read_table
-from deberta_ds.tasks.tasks import TableForm
+from deberta_ds.tasks.task import TableForm
 
 MULTICONER = """# id 5239d808-f300-46ea-aa3b-5093040213a3\tdomain=en
 anna _ _ B-PER

@@ -10,7 +10,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.tasks import metrics, submission
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.submission import render
-from deberta_ds.tasks.tasks import ALL_TASKS, GLUE, task_named
+from deberta_ds.tasks.task import ALL_TASKS, GLUE, task_named
 
 # A few rows of each task in the official form (written for this project): file -> lines.
 OFFICIAL = {

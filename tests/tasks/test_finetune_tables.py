@@ -15,7 +15,7 @@ from deberta_ds.tasks.metrics import spans_of
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.tables import read_table
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 
 
 def test_every_kind_of_table_gives_the_same_examples(tmp_path):

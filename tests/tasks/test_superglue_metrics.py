@@ -11,7 +11,7 @@ from deberta_ds.tasks import metrics
 from deberta_ds.tasks.answer_texts import normalize
 from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.readers import read_split
-from deberta_ds.tasks.tasks import TASKS, task_named
+from deberta_ds.tasks.task import TASKS, task_named
 
 
 def percent(value: float) -> float:

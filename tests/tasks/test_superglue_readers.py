@@ -10,7 +10,7 @@ from superglue_helpers import ALL_TASKS, FEW, REAL, SAMPLE, needs_real, sample
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.layouts import examples_of, find_phrase, without_highlight_marks
 from deberta_ds.tasks.readers import carve, has_split, read_split
-from deberta_ds.tasks.tasks import TASKS, task_named
+from deberta_ds.tasks.task import TASKS, task_named
 
 
 @pytest.mark.parametrize("name", [task.name for task in TASKS])

@@ -15,7 +15,7 @@ from superglue_helpers import REAL, SAMPLE, needs_real, sample
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.submission import check_zip, render, write_zip
-from deberta_ds.tasks.tasks import TASKS, task_named
+from deberta_ds.tasks.task import TASKS, task_named
 
 TESTS = {task.name: sample(task.name, "test").examples for task in TASKS}
 SUBMITTED_FILES = [f"{task.name}.jsonl" for task in TASKS]

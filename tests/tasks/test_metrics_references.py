@@ -1,7 +1,7 @@
 """Every metric against its references on random inputs and on those that break formulas.
 
 As a program it prints the table of docs/evidence/finetuning.md:
-    PYTHONPATH=.:tests:tests/finetuning python tests/finetuning/test_metrics_references.py
+    PYTHONPATH=.:tests:tests/tasks python tests/tasks/test_metrics_references.py
 """
 
 import random
@@ -21,7 +21,7 @@ from sklearn import metrics as sklearn_metrics
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.answer_texts import language_of
 from deberta_ds.tasks.layouts import Example
-from deberta_ds.tasks.tasks import Task, task_named
+from deberta_ds.tasks.task import Task, task_named
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 Compared = Iterator[tuple[str, str, float, float]]  # metric, reference, ours, theirs

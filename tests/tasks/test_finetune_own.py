@@ -23,7 +23,7 @@ from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.submission import as_written
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

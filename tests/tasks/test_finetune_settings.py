@@ -17,7 +17,7 @@ from deberta_ds.engine import ds_config
 from deberta_ds.finetuning import options
 from deberta_ds.finetuning.features import encode
 from deberta_ds.tasks.settings import Settings, learning_rate_for, load, resolve
-from deberta_ds.tasks.tasks import TASK_NAMES, TASKS, task_named
+from deberta_ds.tasks.task import TASK_NAMES, TASKS, task_named
 
 
 def settings_of(name: str, file=None, *overrides: str) -> Settings:

@@ -22,7 +22,7 @@ from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.scores import as_text, scores_of
-from deberta_ds.tasks.tasks import task_named
+from deberta_ds.tasks.task import task_named
 
 DICE = np.random.default_rng(5)
 TAGS = [tuple(row) for row in DICE.integers(0, 3, (30, 6)).tolist()]

@@ -12,7 +12,7 @@ from test_finetune_answers import document
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.features import encode
 from deberta_ds.tasks.readers import read_split
-from deberta_ds.tasks.tasks import SQUAD, TASKS, task_named
+from deberta_ds.tasks.task import SQUAD, TASKS, task_named
 
 STRANGE = (None, True, 0, -1, 10**30, 1.5, float("nan"), "", " ", "\ud800", "\x00", "\u200b",
            "x" * 5000, [], [[]], {}, {"text": 3}, "\u2028", "@placeholder", "@highlight",
