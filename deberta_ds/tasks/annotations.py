@@ -86,7 +86,8 @@ def _entity(text: str, part: Any) -> Entity:
         if text[start:end] != quoted:
             raise ValueError(f"{quoted!r} is not at character {start} of its text")
     if not 0 <= start < end <= len(text) or not text[start:end].strip():
-        raise ValueError(f"{name} [{start}, {end}) is no piece of a text of {len(text)} characters")
+        raise ValueError(f"{name} [{start}, {end}) is no piece of a text of {len(text)} characters,"
+                         " which are counted from 0, not bytes or units of UTF-16")
     part = text[start:end]
     start += len(part) - len(part.lstrip())
     return start, start + len(part.strip()), name

@@ -1,9 +1,10 @@
-r"""When two answers are the same text: SQuAD's rule, and by language MLQA's.
+r"""When two answers are the same text: SQuAD's rule, by language MLQA's, and for Korean KorQuAD's.
 
 SQuAD's scripts know English: lower case, no ASCII punctuation, no a, an, the, words between spaces.
 mlqa_evaluation_v1.py removes the punctuation of all of Unicode and each language's own articles,
 and takes every Chinese character for a word. Japanese, Thai and others without spaces follow its
-Chinese rule here, with the characters of their scripts.
+Chinese rule here, with the characters of their scripts. evaluate-v1.0.py of KorQuAD takes every
+character for a word, and its marks of quotation for spaces.
 """
 
 import re
@@ -25,18 +26,28 @@ _MLQA_CHINESE = "[\u4e00-\u9fa5]"
 _UNSPACED = ("[\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff\u3400-\u4dbf"
              "\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]")
 _CHARACTERS = {"zh": _MLQA_CHINESE} | dict.fromkeys(("ja", "th", "lo", "my", "km"), _UNSPACED)
-LANGUAGES = (*_ARTICLES, *_CHARACTERS)
-_UNSPACED_SHARE = 0.2  # of a text's characters: English ones with a few Chinese names stay below
+_HANGUL, _KOREAN_MARKS = "[\uac00-\ud7a3]", "['\"《》<>〈〉()‘’]"
+LANGUAGES = (*_ARTICLES, *_CHARACTERS, "ko")
+_LEAST_SHARE = 0.2  # of a text's characters: English ones with a few Chinese names stay below
 
 
 def language_of(text: str) -> str:
-    """Return the rule for answers in `text`: "ja" for scripts without spaces, else "" (SQuAD's)."""
-    found = len(re.findall(_UNSPACED, text))
-    return "ja" if found and found >= _UNSPACED_SHARE * len(text) else ""
+    """Return the rule for answers in `text`: "ja" for scripts without spaces, "ko" for Hangul,
+    else "" (SQuAD's).
+    """
+    for language, characters in (("ja", _UNSPACED), ("ko", _HANGUL)):
+        found = len(re.findall(characters, text))
+        if found and found >= _LEAST_SHARE * len(text):
+            return language
+    return ""
 
 
 def normalize(answer: str, language: str = "") -> str:
-    """Return an answer's words as they are compared, single spaces between; "": SQuAD's rule."""
+    """Return an answer's words as they are compared, spaces between; "": SQuAD's rule."""
+    if language == "ko":  # words are its characters; two spaces are where one was
+        answer = re.sub(_KOREAN_MARKS, " ", answer.lower())
+        kept = "".join(letter for letter in answer if letter not in string.punctuation)
+        return "  ".join(map(" ".join, kept.split()))
     kept = "".join(letter for letter in answer.lower() if letter not in string.punctuation
                    and not (language and unicodedata.category(letter).startswith("P")))
     if language in _CHARACTERS:

@@ -123,6 +123,8 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
         line |= {"id": row["id"]} if type(row.get("id")) in (str, int) else {}
         start = row.get(task.columns.get("start", ""))
         line |= {"start": start} if start not in (None, "") else {}
+        if "is_impossible" in row:
+            line["is_impossible"] = label_text(row["is_impossible"]) in ("true", "True", "1")
     label = _label(task, row, place)
     return line if label is None else line | {"label": label}
 

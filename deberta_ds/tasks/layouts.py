@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 from deberta_ds.tasks import annotations
-from deberta_ds.tasks.answer_texts import language_of
 from deberta_ds.tasks.line import Line, show
 from deberta_ds.tasks.task import Task
 
@@ -178,16 +177,19 @@ def _answers(line: Line) -> list[Example]:
     label = () if gold or (line.task.no_answer and "label" in line.value) else None
     return [Example((line.index(),), ((question, context),), label, spans, gold=gold,
                     id=str(line.value.get("id", line.index())),
-                    language=line.task.language or language_of(context))]
+                    language=line.task.language)]
 
 
 def _given_answers(line: Line) -> list[tuple[str, Any]]:
     """Return (text, where it starts or None) of every answer of a line, in any of the usual forms.
 
     {"text": [...], "answer_start": [...]} (the Hub), a list of {"text", "answer_start"} (the
-    official files), or one text, with its place in field "start" or without.
+    official files), or one text, with its place in field "start" or without. None where SQuAD v2
+    says is_impossible: its answers are only plausible then.
     """
     value = line.value.get("label")
+    if line.value.get("is_impossible"):
+        return []
     if isinstance(value, str):
         return [(value, line.value.get("start"))] if value else []
     if isinstance(value, dict) and {"text", "answer_start"} <= value.keys():

@@ -35,6 +35,7 @@ from deberta_ds.tasks.line import Line
 from deberta_ds.tasks.metrics import PREFIXES
 from deberta_ds.tasks.tables import Row, each_row, read_table
 from deberta_ds.tasks.task import Task
+from deberta_ds.tokenizer.words import is_unspaced
 
 _MOST_LABELS = 1000
 
@@ -50,7 +51,7 @@ def _rows(task: Task, path: Path) -> list[Row]:
     """Return the rows of train that are not left out; UserError if none can be read."""
     train, rows, faults = task.files["train"], [], []
     columns = [*(task.label_columns or [task.columns["label"]]), *task.choices]
-    kept = {"tokens", "tags", *columns, *task.columns.values(),
+    kept = {"tokens", "tags", "is_impossible", *columns, *task.columns.values(),
             *(task.texts if task.head in ("answer", "tags") else ())}
     for place, row in each_row(train, form=task.form):
         if isinstance(row, UserError):
@@ -175,15 +176,51 @@ def _with_names(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     listed = sorted(counts) if is_raw else labels
     shown = [f"{label} ({counts[label]})" if counts else label for label in listed[:20]]
     more = f" and {len(listed) - 20} more" if len(listed) > 20 else ""
-    ends = chain(*_each(rows if is_raw else (), lambda place, row: [
-        f"{row[task.texts[0]]}  "[end - 1 : end + 2] for _, end, _ in _entities(task, row, place)]))
-    short = [at[:2].isalnum() and not at[2].isalnum() for at in ends]
-    if len(short) > 4 and sum(short) > 0.9 * len(short):
-        more += (f"; {sum(short)} of {len(short)} entities end one letter before their word does: "
-                 "if an end counts its last letter in, add 1 to it")
+    if is_raw:
+        found = _each(rows, lambda place, row: [(row[task.texts[0]], entity)
+                                                for entity in _entities(task, row, place)])
+        more += _described_places(train, list(chain(*found)))
     task = replace(task, labels=labels)
     return (_with_tag_metric(task, own) if is_tags else task), (
         f"{len(listed)} {'kinds of entities' if is_raw else 'labels'}: {', '.join(shown)}{more}")
+
+
+def _described_places(train: str, found: list[tuple[str, tuple[int, int, str]]]) -> str:
+    """Return what is said of entities that begin or end inside words, which those of many languages
+    do; UserError if another unit of counting puts nearly all begins at words.
+    """
+    def inside(text: str, at: int) -> bool:
+        around = text[at - 1 : at + 1] if at else ""
+        return len(around) == 2 and around.isalnum() and not any(map(is_unspaced, around))
+
+    cut = [inside(text, start) or inside(text, end) for text, (start, end, _) in found]
+    def astray(place: Callable[[str, int], int]) -> int:
+        at = [(text, place(text, start)) for text, (start, *_) in found]
+        return sum(inside(text, start) or not text[start : start + 1].isalnum()
+                   for text, start in at)
+
+    wrong = astray(lambda _, start: start)
+    for unit, place in _UNITS.items():
+        if wrong > 4 and wrong - astray(place) > 0.6 * wrong:
+            raise UserError(
+                f"{train}: {wrong} of {len(found)} entities do not begin where a word does, but do "
+                f"if they count {unit}; count the characters of the text from 0 (as Python's text["
+                "start:end]), or give each entity its text as \"text\"")
+    more = f"; {sum(cut)} of {len(cut)} entities begin or end inside a word" if any(cut) else ""
+    short = sum(f"{text}  "[end - 1 : end + 1].isalnum() and not f"{text}  "[end + 1].isalnum()
+                for text, (_, end, _) in found)
+    if len(found) > 4 and short > 0.9 * len(found):
+        more += (f"; {short} of {len(found)} entities end one letter before their word does: if an "
+                 "end counts its last letter in, add 1 to it")
+    return more
+
+
+# What offsets may count, and how such a place becomes one in characters from 0.
+_UNITS: dict[str, Callable[[str, int], int]] = {
+    "bytes of UTF-8": lambda text, at: len(text.encode()[:at].decode(errors="ignore")),
+    "units of UTF-16": lambda text, at: len(
+        text.encode("utf-16-le")[: 2 * at].decode("utf-16-le", "ignore")),
+    "from 1": lambda text, at: at - 1}
 
 
 def _names(task: Task, row: dict[str, Any], place: str) -> list[str]:

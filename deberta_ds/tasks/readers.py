@@ -11,19 +11,21 @@ import random
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.files import tables
+from deberta_ds.tasks.answer_texts import language_of
 from deberta_ds.tasks.labels import is_ignored, to_line, without_label
 from deberta_ds.tasks.layouts import Example, classes_of, examples_of
 from deberta_ds.tasks.line import line_format
 from deberta_ds.tasks.tables import Faults, each_row
 from deberta_ds.tasks.task import TASK_NAMES, NoSplitError, TableForm, Task
+from deberta_ds.tokenizer.text import normalise
 
 # RuntimeError: encrypted, or packed in a way that Python cannot unpack.
 ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
@@ -133,9 +135,11 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     examples: list[Example] = []
     seen: dict[int | str | tuple[int, ...], str] = {}
     faults = faults or Faults()
-    total = ignored = 0
+    total = ignored = impossible = 0
     for place, value in lines:
         total += 1
+        impossible += isinstance(value, dict) and "is_impossible" in value and (
+            value["is_impossible"] == bool(value.get("label")))
         ignored += value is _LEFT_OUT
         try:
             if isinstance(value, UserError):
@@ -155,7 +159,16 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     if split == "test" and task.ignore_labels and labelled:
         ignored, examples = ignored + len(examples) - len(labelled), labelled
     left_out = f"{ignored:,} of {total:,} rows are left out by ignore_labels" if ignored else ""
-    notes = (faults.check(total), left_out)
+    notes = [faults.check(total), left_out]
+    if impossible:
+        notes.append(f"{impossible:,} of {total:,} questions have answers that contradict "
+                     "is_impossible; is_impossible = true counts as without an answer")
+    if task.layout == "answers" and not task.language:
+        contexts = Counter(language_of(example.sequences[0][1]) for example in examples)
+        language = max(contexts, key=contexts.__getitem__, default="")
+        examples = [replace(example, language=language) for example in examples]
+        if language:
+            notes.append(f'answers are compared by the rule of language = "{language}"')
     official = task.count(split)
     if not examples:
         raise UserError(f"{source}: not a single example in it\n  expected format: "
@@ -179,9 +192,15 @@ def _name(task: Task, example: Example, split: str) -> int | str | tuple[int, ..
 
 def count_shared(first: Split, second: Split) -> tuple[int, str]:
     """Return (how many examples of `second` have the texts of one of `first`, the first's place)"""
-    known = {example.sequences for example in first.examples}
-    places = [example.place for example in second.examples if example.sequences in known]
+    known = {same_text(*example.sequences) for example in first.examples}
+    places = [example.place for example in second.examples
+              if same_text(*example.sequences) in known]
     return len(places), places[0] if places else ""
+
+
+def same_text(*sequences: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return what sequences of the same texts have in common: tokenizers read normalised ones."""
+    return tuple(tuple(map(normalise, sequence)) for sequence in sequences)
 
 
 def check_targets(split: Split) -> None:
@@ -225,7 +244,8 @@ def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
     """
     groups: dict[str, list[Example]] = {}
     for example in val.examples:
-        groups.setdefault(example.sequences[0][val.task.long_text], []).append(example)
+        text = normalise(example.sequences[0][val.task.long_text])
+        groups.setdefault(text, []).append(example)
     texts = sorted(groups)
     random.Random(seed).shuffle(texts)
     train: list[Example] = []

@@ -157,6 +157,8 @@ def squad_rows(place: str, articles: list) -> Iterator[Row]:
                            "context": paragraph["context"], "question": qa["question"]}
                     if "answers" in qa:
                         row["answers"] = list(qa["answers"])
+                    if "is_impossible" in qa:
+                        row["is_impossible"] = qa["is_impossible"]
                     yield where, row
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"after {where}: not a SQuAD document ({type(error).__name__}: {error}); "

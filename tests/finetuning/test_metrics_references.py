@@ -1,7 +1,7 @@
 """Every metric against its references on random inputs and on those that break formulas.
 
 As a program it prints the table of docs/evidence/finetuning.md:
-    PYTHONPATH=.:tests:tests/tasks python tests/tasks/test_metrics_references.py
+    PYTHONPATH=.:tests:tests/finetuning python tests/finetuning/test_metrics_references.py
 """
 
 import random

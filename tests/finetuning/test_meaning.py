@@ -1,0 +1,98 @@
+"""Tables that read well and mean something else: units, fields, same texts, rules of languages."""
+
+import json
+
+import pytest
+from superglue_helpers import write_lines
+from test_finetune_own import write_task
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.tasks import metrics
+from deberta_ds.tasks.answer_texts import language_of, normalize, token_f1
+from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.own import load_own_task
+from deberta_ds.tasks.readers import carve, count_shared, read_split
+
+TEXT = "😀😀😀 Annabelle met Bartholomew near Rome, Carla with Linz, Dora and Fürther."
+NAMES = ("Annabelle", "Bartholomew", "Rome", "Carla", "Linz", "Dora", "Fürther")
+UNITS = {"bytes of UTF-8": lambda at: len(TEXT[:at].encode()),
+         "units of UTF-16": lambda at: len(TEXT[:at].encode("utf-16-le")) // 2,
+         "from 1": lambda at: at + 1}
+
+
+def entities(place=lambda at: at, text: str = TEXT, names=NAMES) -> list:
+    return [[place(text.index(name)), place(text.index(name)) + len(name), "X"] for name in names]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_offsets_in_another_unit_are_an_error_that_names_it(tmp_path, unit):
+    rows = [{"text": TEXT + " They sing there.", "label": entities(UNITS[unit])}] * 2
+    with pytest.raises(UserError, match=f"not begin where a word does.*if they count {unit};"):
+        load_own_task(write_task(tmp_path, "tags", rows, texts=["text"]))
+
+
+def test_entities_inside_words_are_counted_and_read(tmp_path):
+    """As Korean's are before particles, and German ones in compounds."""
+    text = "서울에서 부산까지 대구에서 인천까지 광주에서"
+    names = ("서울", "부산", "대구", "인천", "광주")
+    row = {"text": text, "label": entities(text=text, names=names)}
+    _, said = load_own_task(write_task(tmp_path, "tags", [row], texts=["text"]))
+    assert "5 of 5 entities begin or end inside a word" in said
+    _, said = load_own_task(write_task(tmp_path, "tags", [
+        {"text": TEXT, "label": entities()}], texts=["text"]))
+    assert "inside a word" not in said
+
+
+def test_plausible_answers_of_an_impossible_question_are_none(tmp_path):
+    """is_impossible decides, as in the official scripts; what contradicts it is counted."""
+    answer = [{"text": "in Rome", "answer_start": 0}]
+    asked = [("a", True, answer), ("b", False, answer), ("c", False, []), ("d", True, [])]
+    paragraph = {"context": "in Rome they sing", "qas": [
+        {"id": id, "question": "where?", "is_impossible": flag, "answers": answers}
+        for id, flag, answers in asked]}
+    table = tmp_path / "train.json"
+    table.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    path = tmp_path / "task.toml"
+    path.write_text('name = "qa"\nkind = "spans"\ntexts = ["question", "context"]\n'
+                    'label = "answers"\ntrain = "train.json"\n')
+    split = read_split(load_own_task(path)[0], ".", "train")
+    assert [example.gold for example in split.examples] == [(), ("in Rome",), (), ()]
+    assert "2 of 4 questions have answers that contradict is_impossible" in split.left_out
+
+
+def test_texts_that_tokenize_alike_are_the_same_text(tmp_path):
+    """A doubled space, an invisible mark, or NFD in place of NFC: a copy of it is no new text."""
+    texts = [f"número {n} de la lista" for n in range(20)]
+    odd = [text.replace(" de", "  de").replace("ú", "u\u0301").replace("la", "la\u200b")
+           for text in texts]
+    rows = [{"text": text, "label": n % 2} for text in (texts, odd) for n, text in enumerate(text)]
+    task, _ = load_own_task(write_task(tmp_path, "classification", rows, texts=["text"]))
+    whole = read_split(task, ".", "train")
+    train, val = carve(whole, 0.5, seed=3)
+    assert count_shared(train, val) == (0, "")
+    assert count_shared(whole, val)[0] == len(val.examples)
+
+
+def test_one_rule_compares_the_answers_of_a_table(tmp_path):
+    thai = "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย"
+    rows = [{"question": "?", "context": context, "answers": context[:4]}
+            for context in (thai, thai, "Anna Maria Lopez ไทย lives here")]
+    write_lines(tmp_path / "train.jsonl", rows)
+    path = tmp_path / "task.toml"
+    path.write_text('name = "qa"\nkind = "spans"\ntexts = ["question", "context"]\n'
+                    'label = "answers"\ntrain = "train.jsonl"\n')
+    split = read_split(load_own_task(path)[0], ".", "train")
+    assert {example.language for example in split.examples} == {"ja"}
+    assert 'compared by the rule of language = "ja"' in split.left_out
+
+
+def test_korean_answers_are_compared_by_characters_as_korquads_script_does():
+    """F1 of evaluate-v1.0.py, by hand: 5 of 7 and 5 of 5 characters are shared."""
+    found, gold = normalize("《서울특별시》에 (서)", "ko"), normalize("'서울특별시'", "ko")
+    assert token_f1(found, gold) == pytest.approx(2 * 5 / 7 * 1 / (5 / 7 + 1))
+    assert normalize("서울 시", "ko") != normalize("서울시", "ko")  # exact match knows spaces
+    assert language_of("대한민국의 수도는 서울이다 (Seoul)") == "ko"
+    task = type("Task", (), {"layout": "answers"})
+    example = Example((0,), (("q", "c"),), (), gold=("서울 시",), language="ko")
+    rows, mean = metrics._METRICS["f1"]
+    assert mean(task, rows(task, [example], ["서울시"])) == 1.0
