@@ -23,7 +23,7 @@ def main() -> None:
     add_job_options(parser)
     args = parser.parse_args()
 
-    from deberta_ds.corpus.contamination import find_contamination
+    from deberta_ds.corpus.contamination import SHORTEST, find_contamination
     from deberta_ds.corpus.outputs import output
 
     units, read = plan(args, args.out)
@@ -32,8 +32,10 @@ def main() -> None:
                                     workers=args.workers, part=args.part)
     if report is None:
         return say_part_is_done(args, args.out)
-    for name, (searched, found) in report.examples.items():
-        print(f"{name}: {found:,} of {searched:,} examples found")
+    for name, (searched, found, *short) in report.examples.items():
+        unseen = f"; {short[0]:,} more have fewer than {SHORTEST} words and were not searched" if (
+            short and short[0]) else ""
+        print(f"{name}: {found:,} of {searched:,} examples found{unseen}")
     for sample in report.samples[:10]:
         print(f"  {sample['document']}: \"{sample['words']}\" ({sample['example']})")
     print(f"{args.out}: {report.documents[1]:,} of {report.documents[0]:,} documents contaminated; "

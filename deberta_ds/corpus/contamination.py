@@ -49,8 +49,9 @@ _SAMPLES, _SHOWN = 5, 100  # documents shown of each unit, and in all
 
 @dataclass(frozen=True)
 class Contamination:
-    """`examples` {evaluation file: [examples long enough to be searched, examples found]},
-    `documents` [searched, found], `samples` of what was found: place, evaluation file, words.
+    """`examples` {evaluation file: [examples long enough to be searched, examples found, those that
+    are too short]} (version 0.2.0 wrote two numbers), `documents` [searched, found], `samples` of
+    what was found: place, evaluation file, words.
     """
 
     examples: dict[str, list[int]]
@@ -141,9 +142,10 @@ def _texts_in(value) -> Iterator[str]:
             yield from _texts_in(part)
 
 
-def _save_grams(out: Path, kinds: dict[str, str], count: int) -> tuple[list[int], list[int]]:
+def _save_grams(out: Path, kinds: dict[str, str], count: int
+                ) -> tuple[list[int], list[list[int]]]:
     """Write the n-grams of all examples of {file: kind}; return (the first example of each file,
-    how many of its examples are searched for).
+    [how many of its examples are searched for, how many it has]).
 
     lengths.npy: words of an n-gram, all that occur; for each of them grams-N.npy, sorted hashes,
     and owners-N.npy, the example that each is of.
@@ -152,14 +154,15 @@ def _save_grams(out: Path, kinds: dict[str, str], count: int) -> tuple[list[int]
     example, firsts, searched = 0, [], []
     for path, kind in kinds.items():
         firsts.append(example)
-        searched.append(0)
+        searched.append([0, 0])
         for texts in _strings(path, kind):
             grams = list(_example_grams(texts, count))
             for length, gram in grams:
                 hashes, owners = found.setdefault(length, (array("Q"), array("q")))
                 hashes.append(gram)
                 owners.append(example)
-            searched[-1] += bool(grams)
+            searched[-1][0] += bool(grams)
+            searched[-1][1] += 1
             example += 1
     if not found:
         raise UserError("the evaluation files hold no text of "
@@ -291,9 +294,10 @@ class _Found:
         self.samples += result["samples"][: _SHOWN - len(self.samples)]
 
 
-def _report(names: list[str], firsts: list[int], searched: list[int], total: _Found
+def _report(names: list[str], firsts: list[int], searched: list[list[int]], total: _Found
             ) -> Contamination:
-    examples = {name: [count, 0] for name, count in zip(names, searched, strict=True)}
+    examples = {name: [count, 0, of - count] for name, (count, of) in zip(
+        names, searched, strict=True)}
     for example in total.examples:
         examples[names[bisect_right(firsts, example) - 1]][1] += 1
     samples = []

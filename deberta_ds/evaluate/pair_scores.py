@@ -41,7 +41,7 @@ from deberta_ds.objectives.mlm import Queries, masked_batch, queries_of
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.release.tokenizer_files import exported_word_ids
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.pairs import MinimalPair, encode_sentences, outcomes
+from deberta_ds.training.pairs import MinimalPair, encode_sentences, outcomes, undecided
 
 PUBLISHED = Path(__file__).with_name("blimp_published.json")  # of BLiMP
 _DRAWS, _LEVEL = 10_000, 0.95
@@ -59,10 +59,14 @@ HEADLINES = ("pll_word", "pll_word_ids", "discriminator_sum")
 
 @dataclass(frozen=True)
 class PairScores:
-    """scores: {scorer: fp64 [pairs, 2]}, good sentences first; and what it took."""
+    """scores: {scorer: fp64 [pairs, 2]}, good sentences first; and what it took.
+
+    Likelihoods of `undecided` pairs are equal, and count one half (training/pairs.py).
+    """
 
     scores: dict[str, np.ndarray]
     unknown_pieces: int
+    undecided: int
     seconds: float
 
 
@@ -86,11 +90,14 @@ def score_pairs(model: LoadedModel, pairs: list[MinimalPair], scoring: str = "wo
     numbers = {ids: number for number, ids in enumerate(text_of)}
     place = np.array([numbers[ids] for ids in encoded], int).reshape(-1, 2)  # of each sentence
     sentences = [list(ids) for ids in numbers]
+    unknown_id = model.tokenizer.unk_id
+    both = [list(ids) for ids in encoded]
+    half = undecided(list(zip(both[0::2], both[1::2], strict=True)), unknown_id)
     scores: dict[str, np.ndarray] = {}
     if model.masked_lm is not None:
         word_ids = (None if scoring == "word"
                     else exported_word_ids(model.tokenizer, list(text_of.values())))
-        scores |= {name: values[place]
+        scores |= {name: np.where(half[:, None], 0.0, values[place])
                    for name, values in _likelihoods(model, sentences, word_ids).items()}
     if model.replaced_token_head is not None:
         scores |= _originality(model, sentences, place)
@@ -99,8 +106,8 @@ def score_pairs(model: LoadedModel, pairs: list[MinimalPair], scoring: str = "wo
             raise UserError(f"{SCORERS[name]}: the score of {texts[2 * wrong[0]]!r} or of its pair "
                             f"is no number ({len(wrong):,} pairs of {len(pairs):,}); the model "
                             "diverged, or its files are damaged")
-    unknown = sum(ids.count(model.tokenizer.unk_id) for ids in encoded)
-    return PairScores(scores, unknown, time.monotonic() - started)
+    unknown = sum(ids.count(unknown_id) for ids in encoded)
+    return PairScores(scores, unknown, int(half.sum()), time.monotonic() - started)
 
 
 def _likelihoods(model: LoadedModel, sentences: list[list[int]],
@@ -258,7 +265,8 @@ def _score(means: np.ndarray, draws: np.ndarray) -> dict:
 def describe(scored: PairScores, pairs: list[MinimalPair], model: str, data: str) -> dict:
     """Return minimal_pairs.json: what was asked, of what, and every score."""
     return {"model": model, "data": data, "pairs": len(pairs), "sentences": 2 * len(pairs),
-            "unknown_pieces": scored.unknown_pieces, "ranks": dist.world_size(),
+            "unknown_pieces": scored.unknown_pieces, "undecided": scored.undecided,
+            "ranks": dist.world_size(),
             "seconds": round(scored.seconds, 2),
             "headlines": [name for name in HEADLINES if name in scored.scores],
             "interval": f"{_LEVEL:.0%} bootstrap over pairs, {_DRAWS:,} draws",
@@ -294,7 +302,8 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
                      "little, and intervals are too narrow")
     if result["unknown_pieces"]:
         notes.append(f"WARNING: {result['unknown_pieces']:,} tokens are unknown to the tokenizer: "
-                     "likelihoods leave them out, a discriminator judges them as they are")
+                     "likelihoods leave them out, a discriminator judges them as they are; "
+                     f"{result['undecided']:,} pairs with unlike numbers of them count one half")
     return "\n".join([text, *notes])
 
 

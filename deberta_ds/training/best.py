@@ -15,7 +15,7 @@ from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Row
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, own_metrics
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.training.held_out import Pairs
+from deberta_ds.training.pairs import Pairs
 
 
 @dataclass

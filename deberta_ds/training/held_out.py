@@ -23,11 +23,17 @@ from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import Objective
 from deberta_ds.release.pretrained import LoadedModel, load_backbone
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.pairs import encode_sentences, outcomes, read_pairs, sample_pairs
+from deberta_ds.training.pairs import (
+    Pairs,
+    encode_sentences,
+    outcomes,
+    read_pairs,
+    sample_pairs,
+    undecided,
+)
 
 _SEED = 0  # of samples: the same for every run and discriminator, so scores compare
 _ROWS_AT_ONCE = 16  # of `score_rows`
-Pairs = list[tuple[list[int], list[int]]]  # ids of the good and of the bad sentence
 
 
 @torch.no_grad()
@@ -146,7 +152,9 @@ def open_pairs(run: RunConfig, tokenizer: Tokenizer) -> tuple[Pairs, list[str]]:
     longest = run.model.max_position
     good = encode_sentences([pair.good for pair in pairs], tokenizer, longest)
     bad = encode_sentences([pair.bad for pair in pairs], tokenizer, longest)
-    return list(zip(good, bad, strict=True)), [pair.paradigm for pair in pairs]
+    encoded = list(zip(good, bad, strict=True))
+    undecided(encoded, tokenizer.unk_id)  # too many are an error before anything is trained
+    return encoded, [pair.paradigm for pair in pairs]
 
 
 @torch.no_grad()
@@ -174,6 +182,7 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     scores = [by_rank[number % ranks][number // ranks] for number in range(len(sentences))]
     won = outcomes(np.array(scores).reshape(-1, 2))
     names = np.array(paradigms)
+    won[undecided(pairs, tokenizer.unk_id)] = 0.5
     means = [float(won[names == name].mean()) for name in dict.fromkeys(paradigms)]
     return {"minimal_pairs": sum(means) / len(means)}
 

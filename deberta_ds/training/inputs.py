@@ -26,7 +26,8 @@ from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.check import check_alike
-from deberta_ds.training.held_out import Pairs, open_pairs
+from deberta_ds.training.held_out import open_pairs
+from deberta_ds.training.pairs import Pairs, undecided
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 Known = dict[str, Input]  # those that are open, by their names
@@ -150,9 +151,16 @@ def sequences_of(run: RunConfig, read: Callable, source: Any, tokenizer: Tokeniz
 
 
 def _minimal_pairs(run: RunConfig, known: Known) -> Input:
-    pairs = open_pairs(run, known["tokenizer"].value)
-    return Input("minimal pairs", pairs, {
-        "minimal pairs": hashlib.sha256(repr(pairs).encode()).hexdigest()} if pairs[0] else {})
+    tokenizer = known["tokenizer"].value
+    pairs = open_pairs(run, tokenizer)
+    if not pairs[0]:
+        return Input("minimal pairs", pairs, {})
+    half = undecided(pairs[0], tokenizer.unk_id).sum()
+    return Input(
+        "minimal pairs", pairs,
+        {"minimal pairs": hashlib.sha256(repr(pairs).encode()).hexdigest()},
+        lines=[f"{half:,} of {len(pairs[0]):,} minimal pairs count one half: a word of one of "
+               "their sentences is unknown to the tokenizer"] if half else [])
 
 
 def _own_code(run: RunConfig, _: Known) -> Input:

@@ -30,6 +30,8 @@ from deberta_ds.tokenizer.text import BadTextError, normalise
 
 # Scores that differ by less, relatively, are equal: fp32 resolves no more.
 TIE = 1e-6
+_MOST_UNDECIDED = 0.05
+Pairs = list[tuple[list[int], list[int]]]  # ids of the good and of the bad sentence
 _MOST_BYTES = 1 << 28  # of all pairs; BLiMP has 2**24
 _SUFFIXES = (".jsonl", ".txt")
 _ABOUT = ("readme", "license", "licence", "notice", "citation", "manifest", "changelog")
@@ -88,6 +90,21 @@ def outcomes(scores: np.ndarray) -> np.ndarray:
     good, bad = np.where(are_numbers[:, None], scores, 0.0).T
     tie = np.abs(good - bad) <= TIE * np.maximum(np.abs(good), np.abs(bad))
     return np.where(are_numbers, np.where(tie, 0.5, good > bad), np.nan)
+
+
+def undecided(pairs: Pairs, unknown: int | None) -> np.ndarray:
+    """Return which pairs have unlike numbers of tokens with the id `unknown`, bool [pairs].
+
+    A likelihood leaves these tokens out, so its sums would have unlike numbers of terms: such a
+    pair counts one half. UserError if they are more than one in 20.
+    """
+    found = np.array([unknown is not None and one.count(unknown) != other.count(unknown)
+                      for one, other in pairs], bool)
+    if found.sum() > _MOST_UNDECIDED * len(found):
+        raise UserError(f"{found.sum():,} of {len(found):,} minimal pairs have a word that the "
+                        "tokenizer does not know in one of their sentences, and cannot be decided; "
+                        "take them out of the file, or train a tokenizer that knows all characters")
+    return found
 
 
 def encode_sentences(sentences: list[str], tokenizer: Tokenizer, longest: int) -> list[list[int]]:

@@ -284,7 +284,7 @@ def test_interval_and_means_are_those_of_the_formulas():
         pairs += [MinimalPair("g", "b", paradigm, phenomenon)] * count
         outcome += (generator.random(count) < share).tolist()
     scores = np.array([[float(good), 0.5] for good in outcome])
-    scored = pair_scores.PairScores({"pll_word": scores}, 0, 1.0)
+    scored = pair_scores.PairScores({"pll_word": scores}, 0, 0, 1.0)
     result = pair_scores.summarize(scored, pairs)["pll_word"]
     means = [np.mean(outcome[:500]), np.mean(outcome[500:1000]), np.mean(outcome[1000:])]
     assert result["accuracy"] == pytest.approx(np.mean(means))

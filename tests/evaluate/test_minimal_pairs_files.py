@@ -11,7 +11,7 @@ from launching import ROOT
 from test_minimal_pairs import PAIRS, as_jsonl
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.training.pairs import MinimalPair, read_pairs, sample_pairs
+from deberta_ds.training.pairs import MinimalPair, read_pairs, sample_pairs, undecided
 
 
 def test_a_readme_is_no_paradigm_and_two_files_of_one_name_are_two(tmp_path):
@@ -93,3 +93,13 @@ def test_the_committed_pairs_are_200_in_8_phenomena():
     assert len({pair.phenomenon for pair in pairs}) == 8
     assert len({(pair.good, pair.bad) for pair in pairs}) == 200
     assert all(pair.good != pair.bad for pair in pairs)
+
+
+def test_pairs_with_unlike_numbers_of_unknown_tokens_count_half_and_are_few():
+    """A sum of fewer log-probabilities is larger: such a pair was decided by the unknown word."""
+    known, unknown = [2, 9, 9, 3], [2, 1, 9, 3]
+    pairs = [(known, unknown), (unknown, known), *[(known, known), (unknown, unknown)] * 20]
+    assert undecided(pairs, 1).tolist() == [True, True] + 40 * [False]
+    assert not undecided(pairs, None).any()
+    with pytest.raises(UserError, match="2 of 3 minimal pairs have a word that the tokenizer does"):
+        undecided(pairs[:3], 1)
