@@ -5,6 +5,7 @@ process; for several, put the call into a script and start that by deepspeed or 
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
+from deberta_ds.base.numbers import counted
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import BEST
 from deberta_ds.cluster import dist, signals
@@ -172,16 +174,20 @@ class Predictions:
     scores: dict[str, Any] | None
 
 
-def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataFrame", *,
-            batch_size: int = 32, max_bad: int = 0) -> Predictions:
+Rows = Iterable[Mapping[str, Any] | str | Sequence[str]]
+
+
+def predict(model: str | Path, rows: "Rows | pandas.DataFrame", *, batch_size: int = 32,
+            max_bad: int = 0) -> Predictions:
     """Predict rows with a fine-tuned model (or the run that wrote it), in order.
 
     rows: dicts, or a DataFrame, with the columns of the task; with a label column, they are scored.
+    A row may also be its text, or of several columns of text a tuple, in the order of the task.
     A row that cannot be used is an error, or, up to `max_bad` of them, has "error" in its dict.
     Tables on disk of any size: launch/predict.py. One process.
 
     Examples:
-        >>> predict(FINETUNED, [{"text": "A good day."}]).rows[0]["prediction"] in ("good", "bad")
+        >>> predict(FINETUNED, ["A good day."]).rows[0]["prediction"] in ("good", "bad")
         True
     """
     if hasattr(rows, "to_dict"):
@@ -190,9 +196,23 @@ def predict(model: str | Path, rows: "Iterable[Mapping[str, Any]] | pandas.DataF
     if batch_size < 1:
         raise UserError(f"predict: batch_size = {batch_size}: must be at least 1")
     saved = load_finetuned(find_finetuned(str(model)))
+    columns = [saved.task.columns.get(name, name) for name in saved.task.texts]
+    if isinstance(rows, str):
+        raise UserError("predict: rows is one text; write a list of them, predict(model, [text])")
+
+    def as_dict(number: int, row: Any) -> dict:
+        if isinstance(row, Mapping):
+            return dict(row)
+        texts = [row] if isinstance(row, str) else list(row)
+        if len(texts) != len(columns):
+            raise UserError(f"predict: row {number} has {counted(len(texts), 'text')}, and a row "
+                            f"of {saved.task.name} is {', '.join(columns)}")
+        return dict(zip(columns, texts, strict=True))
+
     with tempfile.TemporaryDirectory() as scratch:
         table, out = Path(scratch) / "rows.jsonl", Path(scratch) / "out.jsonl"
-        table.write_text("".join(json.dumps(dict(row), default=str) + "\n" for row in rows))
+        table.write_text("".join(json.dumps(row, default=str) + "\n"
+                                 for row in map(as_dict, itertools.count(), rows)))
         try:
             predict_file(saved, table, out, init_distributed(), global_batch_size=batch_size,
                          max_length=saved.settings.max_length, max_bad=max_bad)

@@ -65,6 +65,10 @@ class UserError(ValueError):
 
     on_every_rank = False  # True: all ranks raise the same error, and only rank 0 prints it
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows: the message, which says what to do, and no traceback."""
+        return [f"error: {self}"]
+
 
 def user_message(error: BaseException) -> str | None:
     """Return what to tell the user, or None if `error` is a bug of ours."""

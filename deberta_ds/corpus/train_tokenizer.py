@@ -291,10 +291,13 @@ def _noting(failed: list[Exception | KeyboardInterrupt], sentences: Iterator[str
 
 def _shown(sample: Iterable[str], sample_bytes: int) -> Iterator[str]:
     """Yield the sentences of a sample, and show how far that is."""
+    read = 0
     with tqdm(total=sample_bytes, desc="reading the sample", unit="B", unit_scale=True,
-              disable=None) as bar:
+              disable=None) as bar, still_at_work(
+            lambda: f"reading the sample: {read / 1e6:,.0f} of {sample_bytes / 1e6:,.0f} MB"):
         for sentence in sample:
-            bar.update(len(sentence.encode()))
+            read += len(sentence.encode())
+            bar.update(read - bar.n)
             yield sentence
         bar.total = bar.n  # there may be less text than was asked for
 

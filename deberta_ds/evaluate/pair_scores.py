@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, still_at_work
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.model.backbone import Backbone
@@ -165,10 +165,12 @@ def _over_ranks(score: Callable[[np.ndarray], np.ndarray], batches: list[np.ndar
     """
     mine = batches[dist.rank()::dist.world_size()]
     total = sum(map(len, mine)) * per_item
-    interval = 0.5 if sys.stderr.isatty() else 20.0
-    done = []
-    with tqdm(total=total + 1e-6, desc=title, unit=" sentences", unit_scale=True, ncols=90,
-              mininterval=interval, disable=not dist.is_main()) as bar:
+    done: list = []
+    bar = tqdm(total=total + 1e-6, desc=title, unit=" sentences", unit_scale=True, ncols=90,
+               mininterval=0.5, disable=None if dist.is_main() else True)
+    is_said = dist.is_main() and not sys.stderr.isatty()
+    with bar, still_at_work(
+            lambda: f"{title}: {len(done):,} of {len(mine):,} batches") if is_said else bar:
         for items in mine:
             done.append((items, score(items)))
             bar.update(len(items) * per_item)

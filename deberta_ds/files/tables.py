@@ -69,14 +69,15 @@ def read_each(path: str | Path, file: BinaryIO | None = None, **options
 
 def read_rows(path: str | Path, file: BinaryIO | None = None, *,
               columns: Sequence[str] | None = None, names: Sequence[str] | None = (),
-              groups: range | None = None, quoted: bool | None = None, delimiter: str = "",
+              header: bool = True, groups: range | None = None, quoted: bool | None = None,
+              delimiter: str = "",
               encoding: str = "", class_names: bool = False, longest: int = _LONGEST_CELL
               ) -> Iterator[Row]:
     """Yield the rows of a table, told apart by its suffix; bad ones have `problem` set.
 
     columns: those that are read (None: all). names: the columns of a .csv or .tsv without a header;
-    None: rows are lists of cells, of any number. groups: row groups of .parquet. quoted: cells of a
-    .csv or .tsv may be quoted, as the csv module writes them (None: of a .csv; GLUE's tables have
+    None: rows are lists of cells, of any number. header: False: without names they are called 1, 2,
+    ... groups: row groups of .parquet. quoted: cells of a .csv or .tsv may be quoted, as the csv module writes them (None: of a .csv; GLUE's tables have
     no quoting). delimiter: of a .csv or .tsv, if its header has it. encoding: see `as_utf8`.
     class_names: class numbers that `datasets` wrote with their names become these names. longest:
     characters of a cell.
@@ -105,7 +106,7 @@ def read_rows(path: str | Path, file: BinaryIO | None = None, *,
             lines = text if before else chain([first], text)
             rows = _unquoted(lines, before, delimiter) if is_raw else _quoted(
                 path, lines, before, delimiter, longest)
-            yield from _separated(path, rows, columns, names)
+            yield from _separated(path, rows, columns, names, header)
         else:
             yield from _arrow_rows(path, opened, kind, columns, groups, class_names)
 
@@ -213,13 +214,18 @@ def is_pair(value: Any) -> bool:
 
 
 def _separated(path: str, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str] | None,
-               names: Sequence[str] | None) -> Iterator[Row]:
+               names: Sequence[str] | None, has_header: bool) -> Iterator[Row]:
     """Yield a Row for each (line, cells); without cells (blank lines) there is none."""
     if names is None:
         for number, (line, cells) in enumerate(rows):
             yield Row(number, line, cells, "" if _is_utf8(cells) else _BAD_UTF8)
         return
-    header = list(names) or next((cells for _, cells in rows if cells), [])
+    header = list(names)
+    if not header:
+        line, header = next(((line, cells) for line, cells in rows if cells), (0, []))
+        if not has_header:
+            rows = chain([(line, header)], rows)
+            header = [str(number) for number in range(1, len(header) + 1)]
     if not _is_utf8(header):
         raise UserError(f"{path}: its header is not UTF-8; {TO_UTF8}")
     if not any(header):

@@ -146,7 +146,7 @@ def build_head(task: Task, hidden_size: int, settings: Settings) -> nn.Module:
     dropout, num_labels = settings.head_dropout, len(task.labels)
     match task.head:
         case "choice":
-            return ClassifyHead(hidden_size, 1, dropout, choices=True)
+            return ClassifyHead(hidden_size, 1, dropout, choices=num_labels)
         case "tags":
             return TagHead(hidden_size, num_labels, dropout)
         case "answer":
@@ -193,11 +193,14 @@ def mean_by(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
     return sums / counts.view(-1, *[1] * (values.ndim - 1))
 
 
-class ClassifyHead(nn.Module):
-    """Scores per example, averaged over windows or the `largest`; with `choices`, one score per
-    sequence."""
+NO_CHOICE = -1e4  # score of a choice that an example has not: a probability of zero, in fp16 too
 
-    def __init__(self, hidden_size: int, num_labels: int, dropout: float, choices: bool = False,
+
+class ClassifyHead(nn.Module):
+    """Scores per example, averaged over windows or the `largest`; with `choices`, one score for
+    each of up to so many sequences, and NO_CHOICE behind."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, choices: int = 0,
                  largest: bool = False):
         super().__init__()
         self.choices, self.largest = choices, largest
@@ -211,7 +214,11 @@ class ClassifyHead(nn.Module):
         scores_RN = self.classifier(self.dropout(self.pooler(hidden_RLC[:, 0])))
         num_examples = batch.weights_E.numel()
         if self.choices:  # the rows of an example are alternatives
-            return scores_RN.view(num_examples, -1)
+            counts_E = torch.bincount(batch.example_R, minlength=num_examples)
+            first_R = (counts_E.cumsum(0) - counts_E)[batch.example_R]
+            columns_R = torch.arange(len(first_R), device=first_R.device) - first_R
+            scores_EN = scores_RN.new_full((num_examples, self.choices), NO_CHOICE)
+            return scores_EN.index_put((batch.example_R, columns_R), scores_RN[:, 0])
         if self.largest:
             group_RN = batch.example_R[:, None].expand_as(scores_RN)
             return scores_RN.new_zeros(num_examples, scores_RN.size(1)).scatter_reduce(

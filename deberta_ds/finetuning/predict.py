@@ -98,7 +98,7 @@ def num_scores(task: Task, example: Example) -> int:
         return len(example.spans) * len(task.labels)
     if task.head == "answer":
         return 4  # as answers.best_answers returns them
-    return len(example.sequences) if task.head == "choice" else len(task.labels)
+    return len(task.labels)
 
 
 def predictions_of(

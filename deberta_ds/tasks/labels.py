@@ -126,6 +126,10 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
         if "is_impossible" in row:
             line["is_impossible"] = label_text(row["is_impossible"]) in ("true", "True", "1")
     label = _label(task, row, place)
+    if task.head == "choice" and (marked := marked_choices(line[task.choices[0]])):
+        line[task.choices[0]], marks = marked
+        if str(label) in marks:
+            label = marks.index(str(label)) + task.first_answer
     return line if label is None else line | {"label": label}
 
 
@@ -155,6 +159,19 @@ def _label(task: Task, row: dict[str, Any], place: str) -> Any:
             raise UserError(f'{place}: a list of {len(found)} labels; kind = "multilabel" has such')
         value = found[0]  # as annotation tools write a class
     return choice_label(value) if task.head == "choice" else label_text(value)
+
+
+def marked_choices(value: Any) -> tuple[list, list[str]] | None:
+    """Return (answers, the mark of each) of ARC's forms: {text: [...], label: [...]}, or a list of
+    {text, label}; None of others.
+    """
+    value = read_list(value)
+    if isinstance(value, list) and value and all(
+            isinstance(part, dict) and {"text", "label"} <= part.keys() for part in value):
+        value = {key: [part[key] for part in value] for key in ("text", "label")}
+    if not isinstance(value, dict) or not {"text", "label"} <= value.keys():
+        return None
+    return list(value["text"]), list(map(str, value["label"]))
 
 
 def _names_of(task: Task, value: Any, place: str) -> Any:

@@ -93,10 +93,12 @@ def _choices(line: Line) -> list[Example]:
     task = line.task
     first, *rest = (line.get(name, str) for name in task.texts)
     fields, number = task.choices, task.first_answer
+    while len(fields) > 2 and line.value.get(fields[-1]) in (None, ""):
+        fields = fields[:-1]  # fewer answers than other examples have
     answers = line.strings(fields[0]) if len(fields) == 1 else [
         line.get(name, str) for name in fields]
-    if len(answers) != len(task.labels):
-        line.fail(f'field "{fields[0]}" has {len(answers)} answers, not {len(task.labels)}')
+    if not 2 <= len(answers) <= len(task.labels):
+        line.fail(f'field "{fields[0]}" has {len(answers)} answers, not 2 to {len(task.labels)}')
     sequences = tuple((first, " ".join([*rest, answer])) for answer in answers)
     if not line.has_label:
         return [Example((line.index(),), sequences)]

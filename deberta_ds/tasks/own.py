@@ -76,6 +76,9 @@ class OwnTask:
                             max_length=1)
     quoted: bool | None = option("whether cells may be in quotation marks; unset: those of a .csv, "
                                  "of a .tsv if all its marks are such", None)
+    header: bool = option("whether the first line of a .csv or .tsv names its columns; false: they "
+                          "are called 1, 2, ..., or what names says", True)
+    names: tuple[str, ...] = option("names of the columns of tables without a header", ())
     metrics: tuple[str, ...] = option("the score is their mean; empty: the usual of the kind", ())
     train: str = option("table to train on", min_length=1)
     val: str = option("table to evaluate on; empty: a share of train", "")
@@ -119,7 +122,8 @@ def load_own_task(path: str | Path) -> tuple[Task, str]:
         language=own.language, columns={field: name for field, name in named.items() if name},
         may_be_blank=len(own.texts) > 1, val_share=own.val_share, settings=own.settings,
         form=TableForm(columns=own.columns, encoding=own.encoding, delimiter=own.delimiter,
-                       quoted=own.quoted),
+                       quoted=own.quoted, header=own.header and not own.names,
+                       names=own.names),
         separator=own.separator or ",", ignore_labels=own.ignore_labels,
         label_columns=() if isinstance(own.label, str) else own.label,
         first_answer=own.first_answer or 0)

@@ -19,7 +19,6 @@ from deberta_ds.tasks.column_files import PREFIXED
 from deberta_ds.tasks.labels import (
     NO_LABEL,
     as_one,
-    choice_label,
     has_decimal_commas,
     is_ignored,
     is_missing,
@@ -122,14 +121,14 @@ def _with_choices(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     numbers: set[int] = set()
     count = doubtful = 0
     for place, row in rows:
-        values = read_list(row[own.choices[0]]) if len(own.choices) == 1 else [
-            row[name] for name in own.choices]
+        line = to_line(task, place, row, 0)
+        values = line[own.choices[0]] if len(own.choices) == 1 else [
+            line[name] for name in own.choices]
         if not isinstance(values, list):
             raise UserError(f"{place}: column {own.choices[0]!r} must hold a list of answers; "
                             "answers in columns of their own are named one by one: choices = "
                             '["answer1", "answer2"]')
-        count = count or len(values)
-        value = choice_label(row.get(own.label))
+        count, value = max(count, len(values)), line.get("label")
         numbers |= {value} if type(value) is int and 0 <= value <= count else set()
         if found := chosen(value, values, task.first_answer):
             forms[found[1]] += 1

@@ -124,7 +124,8 @@ def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: Ta
     how: dict[str, Any] = {"delimiter": form.delimiter, "encoding": form.encoding}
     how["quoted"] = is_quoted(path, **how) if form.quoted is None and suffix == ".tsv" and (
         not headless) else form.quoted
-    for number, (place, row) in enumerate(read_each(path, names=headless, class_names=True, **how)):
+    how |= {"names": headless or form.names, "header": form.header or bool(headless)}
+    for number, (place, row) in enumerate(read_each(path, class_names=True, **how)):
         row = {"text": row[0], **row[1]} if is_pair(row) else row
         if isinstance(row, UserError):
             if skip_broken:
@@ -136,7 +137,16 @@ def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: Ta
         elif not isinstance(row, dict):
             yield place, UserError(f"{place}: not a JSON object; write one object a line")
         else:
-            yield place, flat(row)
+            yield place, with_inner(flat(row))
+
+
+def with_inner(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with what its objects hold as columns, too: {"labels": {"a": 1}} has labels.a"""
+    found = dict(row)
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": inner for key, inner in with_inner(value).items()}
+    return found
 
 
 def _is_squad(value: Any) -> bool:

@@ -36,6 +36,8 @@ class TableForm:
     encoding: str = ""
     delimiter: str = ""
     quoted: bool | None = None
+    header: bool = True
+    names: tuple[str, ...] = ()
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ _SUFFIXES = (".jsonl", ".txt")
 _ABOUT = ("readme", "license", "licence", "notice", "citation", "manifest", "changelog")
 # BLiMP's files call two paradigms of its paper's (and its results') argument structure so.
 _SAME_PHENOMENON = {"s-selection": "argument_structure"}
+# BLiMP's name first; others of its kind (minimal pairs of other languages) turn it around.
+_SENTENCES = tuple((f"sentence_{kind}", f"{kind}_sentence") for kind in ("good", "bad"))
 _KEYS = {"paradigm": ("paradigm", "UID"), "phenomenon": ("phenomenon", "linguistics_term")}
 
 
@@ -163,8 +165,8 @@ def _of_table(place: str, stem: str, file: BinaryIO) -> Iterator[MinimalPair]:
     for at, values in read_table(place, file):
         if not isinstance(values, dict):
             raise UserError(f"{at}: must be a JSON object with sentence_good and sentence_bad")
-        good, bad = (_sentence(values.get(key), f"{at}, {key}")
-                     for key in ("sentence_good", "sentence_bad"))
+        good, bad = (_sentence(values.get(next((key for key in keys if key in values), keys[0])),
+                               f"{at}, {keys[0]}") for keys in _SENTENCES)
         paradigm = _name(values, "paradigm", stem, at)
         yield MinimalPair(good, bad, paradigm, _name(values, "phenomenon", paradigm, at))
 

@@ -120,6 +120,12 @@ def test_labelled_rows_are_scored_and_a_frame_is_rows(names):
     gaps = [rows[0] | {"n": 1.0}, {"text": "Bad."}]  # pandas has NaN there
     assert deberta_ds.predict(names["FINETUNED"], pandas.DataFrame(gaps)).scores["unlabelled"] == 1
     assert deberta_ds.predict(names["FINETUNED"], [{"text": "x"}]).scores is None
+    texts = [row["text"] for row in rows]
+    assert deberta_ds.predict(names["FINETUNED"], [texts[0], (texts[1],)]).rows == found.rows[:2]
+    with pytest.raises(UserError, match="row 1 has 2 texts, and a row of mood is text"):
+        deberta_ds.predict(names["FINETUNED"], ["x", ("x", "y")])
+    with pytest.raises(UserError, match="rows is one text; write a list"):
+        deberta_ds.predict(names["FINETUNED"], "x")
     odd = deberta_ds.predict(names["FINETUNED"], [{"text": 1.5}, {"text": "x"}], max_bad=1)
     assert odd.rows[0]["error"].startswith("rows:1: ") and "prediction" in odd.rows[1]
     with pytest.raises(UserError, match=r"(?s)^(?!.*\(all in).*rows:2: "):

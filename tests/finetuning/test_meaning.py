@@ -96,3 +96,46 @@ def test_korean_answers_are_compared_by_characters_as_korquads_script_does():
     example = Example((0,), (("q", "c"),), (), gold=("서울 시",), language="ko")
     rows, mean = metrics._METRICS["f1"]
     assert mean(task, rows(task, [example], ["서울시"])) == 1.0
+
+
+def load(directory, kind: str, table: str, rows: str, **options):
+    (directory / table).write_text(rows)
+    lines = {"name": "mine", "kind": kind, "train": table} | options
+    path = directory / "task.toml"
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items()))
+    task, said = load_own_task(path)
+    return read_split(task, ".", "train").examples, said
+
+
+@pytest.mark.parametrize("options, texts, label", [
+    ({"names": ["text", "mood"]}, ["text"], "mood"), ({"header": False}, ["1"], "2")])
+def test_a_table_without_a_header_has_the_names_that_it_is_given(tmp_path, options, texts, label):
+    examples, said = load(tmp_path, "classification", "a.csv", "fine,good\nawful,bad\n",
+                          texts=texts, label=label, **options)
+    assert [example.sequences for example in examples] == [(("fine",),), (("awful",),)]
+    assert "2 labels: bad (1), good (1)" in said
+
+
+def test_a_column_may_lie_inside_objects(tmp_path):
+    rows = [{"doc": {"text": "fine"}, "labels": {"mood": "good"}},
+            {"doc": {"text": "awful"}, "labels": {"mood": "bad"}}]
+    examples, _ = load(tmp_path, "classification", "a.jsonl", "".join(
+        json.dumps(row) + "\n" for row in rows), texts=["doc.text"], label="labels.mood")
+    assert [example.sequences[0][0] for example in examples] == ["fine", "awful"]
+
+
+def test_answers_to_choose_from_may_be_fewer_and_have_marks(tmp_path):
+    """ARC as the Hub has it: marks are letters or numbers from 1, and some questions have three."""
+    rows = [{"question": "a?", "choices": {"text": ["x", "y", "z"], "label": ["A", "B", "C"]},
+             "answerKey": "C"},
+            {"question": "b?", "choices": {"text": ["x", "y", "z", "w"],
+                                           "label": ["1", "2", "3", "4"]}, "answerKey": "1"}]
+    examples, said = load(tmp_path, "choice", "a.jsonl", "".join(
+        json.dumps(row) + "\n" for row in rows), texts=["question"], choices=["choices"],
+        label="answerKey")
+    assert [len(example.sequences) for example in examples] == [3, 4]
+    assert [example.label for example in examples] == [2, 0] and "4 answers" in said
+    columns = "q,a,b,c,right\nfirst,x,y,z,C\nsecond,x,y,,B\n"
+    examples, _ = load(tmp_path, "choice", "b.csv", columns, texts=["q"], choices=["a", "b", "c"],
+                       label="right")
+    assert [len(example.sequences) for example in examples] == [3, 2]
