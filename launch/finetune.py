@@ -3,6 +3,7 @@
     python launch/finetune.py --task RTE --model MODEL --data DIR --out OUT
     deepspeed launch/finetune.py --task CB --seeds 5 --all.epochs=20 \\
         --init_from OUT/RTE/seed-1 --model MODEL --data DIR --out OUT
+    python launch/finetune.py --task my_task.toml --look
     python launch/finetune.py --task my_task.toml --model MODEL --out OUT
 
 Writes result.json, scores.json, model/, val_predictions.jsonl and submission/TASK.jsonl to
@@ -27,9 +28,18 @@ def main() -> None:
                         "(docs/how-to/fine-tune.md)")
     parser.add_argument("--init_from", default="", metavar="DIRECTORY",
                         help="output of another task; its head is kept if the labels match")
+    parser.add_argument("--look", action="store_true",
+                        help="print how the tables are read, with ten rows of each, and end")
     parser.add_argument("--no_save_model", action="store_true", help="keep only the predictions")
     options.add_options(parser)
     given, overrides = parser.parse_known_args()  # settings: --TASK.KEY=VALUE
+    if given.look:
+        from deberta_ds.tasks.look import look
+
+        for line in look(options.open_task(given.task), given.data or "."):
+            print(line)
+        return
+    del given.look
 
     from deberta_ds.api.jobs import finetune  # heavy imports after the options are known good
     from deberta_ds.cluster import dist

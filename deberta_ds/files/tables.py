@@ -77,8 +77,9 @@ def read_rows(path: str | Path, file: BinaryIO | None = None, *,
 
     columns: those that are read (None: all). names: the columns of a .csv or .tsv without a header;
     None: rows are lists of cells, of any number. header: False: without names they are called 1, 2,
-    ... groups: row groups of .parquet. quoted: cells of a .csv or .tsv may be quoted, as the csv module writes them (None: of a .csv; GLUE's tables have
-    no quoting). delimiter: of a .csv or .tsv, if its header has it. encoding: see `as_utf8`.
+    ... groups: row groups of .parquet. quoted: cells of a .csv or .tsv may be quoted, as the csv
+    module writes them (None: of a .csv; GLUE's tables have no quoting). delimiter: of a .csv or
+    .tsv, if its header has it. encoding: see `as_utf8`.
     class_names: class numbers that `datasets` wrote with their names become these names. longest:
     characters of a cell.
     """

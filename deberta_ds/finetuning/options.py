@@ -4,6 +4,7 @@ Nothing is imported above that takes time: --help and a mistyped option are answ
 """
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,11 @@ SIFT_WEIGHT = 5.0  # lambda of the published DeBERTaV3 small and base recipes
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what every fine-tuning command takes."""
-    add = parser.add_argument
-    add("--model", required=True,
+    add, is_run = parser.add_argument, "--look" not in sys.argv
+    add("--model", required=is_run,
         help="run or checkpoint, Hugging Face directory, random:PRESET or random:DIRECTORY")
     add("--data", default="", help="data of SuperGLUE or GLUE: directory, zip, or hub")
-    add("--out", required=True, type=local_path, help="results go to OUT/TASK/seed-N/")
+    add("--out", required=is_run, type=local_path, help="results go to OUT/TASK/seed-N/")
     add("--seeds", type=positive, default=1, help="how many seeds: 1 .. N")
     add("--config", metavar="TOML",
         help="settings, such as launch/runs/superglue/small.toml; any can be overridden: "

@@ -10,6 +10,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.answer_texts import language_of, normalize, token_f1
 from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.look import look
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import carve, count_shared, read_split
 
@@ -139,3 +140,19 @@ def test_answers_to_choose_from_may_be_fewer_and_have_marks(tmp_path):
     examples, _ = load(tmp_path, "choice", "b.csv", columns, texts=["q"], choices=["a", "b", "c"],
                        label="right")
     assert [len(example.sequences) for example in examples] == [3, 2]
+
+
+def test_look_shows_columns_counts_and_rows_as_they_are_read(tmp_path):
+    rows = [{"text": TEXT, "label": entities(), "who": "me"}, {"text": "none", "label": []}]
+    path = write_task(tmp_path, "tags", rows, texts=["text"], val="train.jsonl")
+    lines = list(look(load_own_task(path)[0], "."))
+    for wanted in (f"\ntrain: {tmp_path / 'train.jsonl'}: 2 examples", "  read: text, label",
+                   "  not read: who", "  X: 7", "  2 of 2 are in train, too", "test: none"):
+        assert any(line.startswith(wanted) for line in lines), wanted
+    assert any("[Annabelle|X] met" in line for line in lines)
+    examples = [{"q": "what?", "text": "tall trees", "answers": "trees"},
+                {"q": "who?", "text": "tall trees", "answers": ""}]
+    load(tmp_path, "spans", "qa.jsonl", "".join(json.dumps(row) + "\n" for row in examples),
+         texts=["q", "text"], label="answers")
+    lines = list(look(load_own_task(tmp_path / "task.toml")[0], "."))
+    assert "  - what? || tall [trees]" in lines and "      = no answer" in lines
