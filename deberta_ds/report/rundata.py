@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.base.own_code import is_own
+from deberta_ds.base.own_code import digest, is_own, split
 from deberta_ds.cluster import lock
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective, own_metrics
 from deberta_ds.objectives.build import OBJECTIVES, objective_named
@@ -150,6 +150,7 @@ class _Saved:
     kernels: dict[str, dict[str, str]]  # {idea: its kernel and why}
     device: str  # cpu or cuda
     commit: str
+    content_hashes: dict[str, str] = Field(default_factory=dict)
     branch: str = ""
 
 
@@ -281,6 +282,9 @@ def read_run(directory: str | Path) -> Run:
     if kind not in OBJECTIVES and not is_own(kind):
         raise UserError(f"{place}: run.objective.kind = {kind!r:.60} is not an objective of this "
                         "version; make the report with the version that trained it")
+    if is_own(kind) and saved.content_hashes.get(kind, now := digest("", kind)) != now:
+        raise UserError(f"{split(kind)[0]}: has changed since {place} was written; put the former "
+                        "file there")
     _note_ranks(records, directory / METRICS_FILE)
     by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in KINDS}
     if not by_kind["train"] and not by_kind["eval"]:
