@@ -98,9 +98,6 @@ READERS: dict[str, list[Command]] = {
         Command("launch/minimal_pairs.py", ("--model", "hf", "--data", "pairs.jsonl", "--out",
                                             "new")),
         pretrain("--out_dir=new", "--evaluate.minimal_pairs=pairs.jsonl", *BRIEF)],
-    "probe": [
-        Command("launch/probe.py", ("--model", "hf", "--train", "labelled.jsonl", "--test",
-                                    "labelled.jsonl"))],
     "checkpoint": [
         pretrain("--train.steps=3"),
         pretrain("--train.steps=3", f"--resume={_STEP}", "--out_dir=new"),
