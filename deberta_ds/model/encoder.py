@@ -23,11 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model import fused_projections
+from deberta_ds.model import choose, fused_projections
 from deberta_ds.model.attention import Geometry, attend, attend_cls, gathered_term
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm, pass_keys
 from deberta_ds.model.embeddings import InputBlock
-from deberta_ds.model.kernels import kernel_table
 
 _LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 _COLUMNS = 512  # of one matmul of `gather_columns`
@@ -76,7 +75,7 @@ class Attention(nn.Module):
             relative_SC = self.relative_dropout(relative_SC, key)
             inputs.append(relative_SC)
             linears += [x for x in projections.values() if x not in linears]
-        _, shared = kernel_table.find(
+        _, shared = choose.find(
             "projections", "auto", hidden_BLC.device, hidden_BLC.dtype, hidden_BLC.shape[-1], None,
             False, (True, True), fused_projections.obstacle(inputs, linears))
         if shared is None:

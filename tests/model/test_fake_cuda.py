@@ -29,10 +29,13 @@ from deberta_ds.finetuning.features import FeatureBatch  # noqa: E402
 from deberta_ds.finetuning.heads import TaskModel  # noqa: E402
 from deberta_ds.finetuning.settings import Settings  # noqa: E402
 from deberta_ds.finetuning.tasks import HeadKind, task_named  # noqa: E402
-from deberta_ds.model import linear_cross_entropy  # noqa: E402
+from deberta_ds.model import (
+    choose,  # noqa: E402
+    linear_cross_entropy,  # noqa: E402
+)
 from deberta_ds.model.backbone import Backbone  # noqa: E402
 from deberta_ds.model.encoder import Encoder  # noqa: E402
-from deberta_ds.model.kernels import kernel_check, kernel_table  # noqa: E402
+from deberta_ds.model.kernels import kernel_check  # noqa: E402
 from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
 from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
 from deberta_ds.objectives.rtd_cached import CachedRtdModel  # noqa: E402
@@ -143,10 +146,10 @@ def fake_card(monkeypatch):
     for stand_in in stand_ins:
         monkeypatch.setattr(*stand_in)
     monkeypatch.delenv(kernel_check.OFF, raising=False)
-    kernel_table._pick.cache_clear()
+    choose._pick.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True), OneDevice():
         yield
-    kernel_table._pick.cache_clear()
+    choose._pick.cache_clear()
 
 
 def built(make: Callable[[], torch.nn.Module], precision: str) -> torch.nn.Module:
