@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.inputs import suffix_of
-from deberta_ds.finetuning.annotations import hold_spaces, is_entities
-from deberta_ds.finetuning.column_files import PREFIXED
+from deberta_ds.finetuning.annotations import PREFIXED, hold_spaces, is_entities
 from deberta_ds.finetuning.labels import (
     NO_LABEL,
     as_one,
@@ -23,7 +22,6 @@ from deberta_ds.finetuning.labels import (
     has_decimal_commas,
     is_ignored,
     is_missing,
-    is_sentence,
     is_vector,
     label_cell,
     no_column,
@@ -33,7 +31,7 @@ from deberta_ds.finetuning.labels import (
 from deberta_ds.finetuning.layouts import chosen, entities_of, examples_of
 from deberta_ds.finetuning.line import Line
 from deberta_ds.finetuning.metrics import PREFIXES
-from deberta_ds.finetuning.tables import Row, each_row, read_table
+from deberta_ds.finetuning.tables import Row, convert, each_row, read_table
 from deberta_ds.finetuning.tasks import Task
 
 _MOST_LABELS = 1000
@@ -55,15 +53,14 @@ def _rows(task: Task, path: Path) -> list[Row]:
     for place, row in each_row(train, form=task.form):
         if isinstance(row, UserError):
             faults.append(str(row))
-        elif not is_sentence(task, row) and (lost := [name for name in columns if name not in row]):
+        elif (lost := [name for name in columns if name not in row]):
             asked = "" if lost[0] in task.choices else f" (label in {path})"
             faults.append(f"{place}: {no_column(lost[0], row, asked)}")
         else:
             rows.append((place, {name: row[name] if name in kept else None for name in row}))
     if not rows:
-        words = "; if it has a word per line, name its columns in the task file, counted from 1 " \
-            "or from the end: columns = {word = 1, tag = -1}" if task.head == "tags" and (
-                suffix_of(train) == ".tsv") else ""
+        words = f"; if it has a word per line, {convert(Path(train))} --word 1 --tag -1" if (
+            task.head == "tags" and suffix_of(train) == ".tsv") else ""
         raise UserError(faults[0] + words if faults else f"{train}: not a single row in it")
     return [(place, row) for place, row in rows if not is_ignored(task, row)]
 
@@ -257,7 +254,7 @@ def _with_words(task: Task, rows: list[Row]) -> Task:
     form: Literal["list", "text", "raw"] = "raw"
     words: Counter[str] = Counter()
     for _, row in rows:
-        text = row["tokens"] if is_sentence(task, row) else read_list(row.get(task.texts[0]))
+        text = read_list(row.get(task.texts[0]))
         label = read_list(label_cell(task, row))
         if isinstance(text, list):
             form = "list"
@@ -269,7 +266,7 @@ def _with_words(task: Task, rows: list[Row]) -> Task:
     if len(texts) > 1 and isinstance(label, str) and not any(" " in text for text in texts):
         raise UserError(f"{task.files['train']}: every row has one word; a row is a sentence, with "
                         "a list of its words and one of its tags (in pandas: groupby the sentence "
-                        "and agg(list)), or write a file with a word per line")
+                        "and agg(list))")
     return replace(task, words=form, spaces=not hold_spaces(words))
 
 

@@ -13,8 +13,8 @@ import torch
 from scipy.special import softmax
 
 from deberta_ds.cluster import dist
+from deberta_ds.finetuning.annotations import PREFIXED
 from deberta_ds.finetuning.answers import NEVER, answer_text
-from deberta_ds.finetuning.column_files import PREFIXED
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.heads import TaskOutput
 from deberta_ds.finetuning.layouts import Example
