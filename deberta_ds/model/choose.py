@@ -123,6 +123,8 @@ def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
         if not problem:
             break
         missed.append(f"not {kernel.name}: {problem}")
+    else:
+        raise UserError(f"{idea}: nothing can run here: {'; '.join(missed)}")
     why = "; ".join(missed)
     if kernel.check and not interpreted:
         verdict = kernel_check.check(request, load(kernel.check))
