@@ -322,8 +322,9 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
         ("config.json", "[]", "config.json: the file: input should be an object"),
         ("config.json", '{"run": 1}', "config.json: run: input should be an object"),
         ("config.json", '{"run": {"objective": {"kind": "rtd"}}}', "run.name: field required"),
-        ("config.json", json.dumps(make_config("demo", "x")), "run.objective.kind = 'x' is not an"),
-        ("config.json", json.dumps(make_config("demo", "rtd", train={"steps": "9"})
+        ("config.json", json.dumps(make_config("demo", "x")), "objective.kind: .*'x' is unknown"),
+        ("config.json", json.dumps(make_config("demo", "rtd", train={
+            "steps": "9", "global_batch_size": 8, "micro_batch_size": 8})
                                    | {"origins": {"a": 1}}), "run.train.steps: .*origins.a: "),
         ("config.json", "[" * 100_000, "config.json: not valid JSON"),
         ("summary.json", '[{"stage": "a"}]', "summary.json: 0.what: field required"),
