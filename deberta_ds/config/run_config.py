@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line, own_code
+from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
 from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
 from deberta_ds.config.options import (
@@ -384,8 +386,10 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
     if not isinstance(objective, dict):  # missing, or what `validate` refuses
         return
     if isinstance(kind := objective.get("kind"), str):
-        own = own_code.load("objective.kind", kind) if own_code.is_own(kind) else None
-        masks = getattr(own, "MASK_DEFAULTS", MASK_DEFAULTS.get(kind, {}))
+        masks = MASK_DEFAULTS.get(kind, {})
+        if own_code.is_own(kind):
+            with suppress(UserError):  # said on all ranks together, when the run is checked
+                masks = getattr(own_code.load("objective.kind", kind), "MASK_DEFAULTS", masks)
         mask = objective.setdefault("mask", {})
         if isinstance(mask, dict):  # if not, `validate` says so
             _merge_under(mask, origins, "objective.mask", masks, f"{kind} recipe")

@@ -12,6 +12,7 @@ A preset counts as said, but for its vocabulary: that is the published tokenizer
 """
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
 def _has_generator(kind: str) -> bool:
     from deberta_ds.objectives.build import OBJECTIVES, objective_named
 
-    return (kind in OBJECTIVES or is_own(kind)) and "generator" in objective_named(kind).HEADS
+    with suppress(UserError):  # of one's own: said when the run is checked
+        return (kind in OBJECTIVES or is_own(kind)) and "generator" in objective_named(kind).HEADS
+    return False
 
 
 def _is_open(key: str, values: dict, origins: dict[str, str]) -> bool:

@@ -14,7 +14,7 @@ from deberta_ds.config import own_parts, run_config
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.optim import build_optimizer, learning_rate
-from deberta_ds.objectives.build import objective_named
+from deberta_ds.objectives.build import objective_named, objective_of
 
 EXAMPLES = ROOT / "examples"
 CODE = """
@@ -115,6 +115,13 @@ def test_an_objective_keeps_the_masks_of_the_one_that_it_extends(run_file):
     run, origins = run_config.load(run_file, [own, "--objective.mask.max_ngram=2"])
     assert run.objective.mask == replace(masks[1], max_ngram=2)
     assert origins["objective.mask.mask_share"] == f"{EXAMPLES}/small_states.py recipe"
+
+
+def test_an_objective_that_cannot_be_loaded_is_said_when_the_run_is_checked(run_file):
+    """By all ranks together: while its file was parsed, one rank alone would end."""
+    run, _ = run_config.load(run_file, ["--objective.kind=none.py"])
+    with pytest.raises(UserError, match="objective.kind: none.py: no such file"):
+        objective_of(run)
 
 
 def test_a_file_under_two_keys_runs_once(tmp_path):
