@@ -15,9 +15,10 @@ use_wheels "$@"
 memcheck() {
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$python" -c '
 import torch
-from deberta_ds.model.kernels.attention_check import compare_fused
+from deberta_ds.model.choose import Request
+from deberta_ds.model.kernels.checks import attention
 for long in (False, True):
-    print(compare_fused(torch.device("cuda"), torch.bfloat16, 64, long, (True, True)), flush=True)'
+    print(attention(Request(torch.device("cuda"), torch.bfloat16, 64, long=long)), flush=True)'
 }
 profile() {
   ncu --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats \

@@ -28,6 +28,7 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
+from deberta_ds.model import choose
 from deberta_ds.model.kernels import kernel_table
 from deberta_ds.training import step as training_step
 
@@ -88,13 +89,13 @@ def kernels_that_do_nothing():
     )
 
     def pick(idea, _request, mode="auto"):
-        return next(kernel_table.Choice(one, "") for one in kernel_table.KERNELS
+        return next(choose.Choice(one, "") for one in kernel_table.KERNELS
                     if one.idea == idea and mode in ("auto", one.name))
 
     def new_zeros(tensor, *shape, **options):
         return torch.Tensor.new_zeros(tensor, *shape, **options)
 
-    stand_ins = [(kernel_table, "pick", pick), (torch.Tensor, "new_empty", new_zeros),
+    stand_ins = [(choose, "pick", pick), (torch.Tensor, "new_empty", new_zeros),
                  (torch, "empty_like", torch.zeros_like), (torch, "empty", torch.zeros)]
     stand_ins += [(module, "empty_like", torch.zeros_like) for module in (ops, fused_norm)
                   if hasattr(module, "empty_like")]

@@ -31,7 +31,7 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine.gpus import GPUS
-from deberta_ds.model import encoder
+from deberta_ds.model import choose, encoder
 from deberta_ds.model import linear_cross_entropy as chunked
 from deberta_ds.model.attention.geometry import make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
@@ -192,11 +192,11 @@ def count_step(run: RunConfig) -> Count:
     def pick(idea, _request, mode="auto"):  # as on a card where every check passes
         kernel = next(one for one in kernel_table.KERNELS if one.idea == idea
                       and mode in ("auto", one.name))
-        return kernel_table.Choice(kernel, "")
+        return choose.Choice(kernel, "")
 
     chunk_for = chunked._chunk_for
     stand_ins = ((encoder, "attend", attend), (encoder, "gathered_term", gathered_term),
-                 (kernel_table, "pick", pick),
+                 (choose, "pick", pick),
                  (chunked, "_sample", activations._first_ids),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
     with ExitStack() as stack:
@@ -340,7 +340,7 @@ def main() -> None:
     options = parser.parse_args()
     overrides = ["--train.micro_batch_size=64", *(f"--{text}" for text in options.set)]
     run, _ = run_config.load(options.config, overrides)
-    if run.model.head_size > kernel_table.LARGEST_HEAD:
+    if run.model.head_size > choose.LARGEST_HEAD:
         raise UserError(f"{options.config}: heads of {run.model.head_size} take no fused kernel")
     result = summarize(run, count_step(run), CARDS[options.card])
     rows = sorted(result["parts"].items(), key=lambda item: -item[1]["seconds"])

@@ -53,7 +53,6 @@ def build(args, overrides: list[str]) -> None:
     from deberta_ds.corpus import recipe as recipes
     from deberta_ds.corpus.build import Build
     from deberta_ds.corpus.encode import left_out
-    from deberta_ds.report.small_pages import write_filters_page
 
     recipe, origins = recipes.load(args.recipe, overrides)
     job = Build(recipe, args.workers, args.part)
@@ -62,9 +61,6 @@ def build(args, overrides: list[str]) -> None:
     if args.dry_run:
         return print("\n".join(job.plan()))
     job.run()
-    for corpus in recipe.corpora:
-        if corpus.filters:
-            write_filters_page(job.targets(corpus)[0])
     for target, manifest in job.manifests().items():
         print(f"{target}: {counted(manifest.documents, 'document')}, {manifest.tokens:,} tokens; "
               f"of all: {left_out(manifest.counts) or 'nothing left out'}")

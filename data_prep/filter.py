@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Try filters on text: show what they would drop and change, by reason, with samples.
 
-Writes an HTML report, OUT/filters.html, and its numbers, OUT/filters.json. Nothing is tokenized.
+Writes OUT/filters.json, with more samples than are shown. Nothing is tokenized.
 When the filters do what you want, give the same file to tokenize_corpus.py --filters.
 """
 
@@ -16,15 +16,14 @@ def main() -> None:
     add_input_options(parser)
     parser.add_argument("--filters", required=True, metavar="TOML",
                         help="rules and thresholds, such as data_prep/filters/web_en.toml")
-    parser.add_argument("--out", required=True, help="directory for the report")
+    parser.add_argument("--out", required=True, help="directory for filters.json")
     parser.add_argument("--tokenizer", default="", help="count tokens too, with this tokenizer")
     add_job_options(parser)
     args = parser.parse_args()
 
     from deberta_ds.corpus.filter_rules import read_rules
-    from deberta_ds.corpus.filters import try_filters
+    from deberta_ds.corpus.filters import report_lines, try_filters
     from deberta_ds.corpus.outputs import fetch, output
-    from deberta_ds.report.small_pages import write_filters_page
     from deberta_ds.tokenizer import Tokenizer
 
     rules = read_rules(args.filters)
@@ -33,15 +32,10 @@ def main() -> None:
     with output(args.out, cache=args.cache, part=args.part) as out:
         report = try_filters(units, out, rules, read=read, workers=args.workers, part=args.part,
                              tokenizer=tokenizer)
-        if report:
-            page = write_filters_page(out).name
     if report is None:
         return say_part_is_done(args, args.out)
-    for reason, counts in sorted(report["dropped"].items(), key=lambda item: -item[1][0]):
-        shares = [f"{count:>12,} {count / report[what]:6.2%} of {what}" for what, count in zip(
-            ("documents", "characters", "tokens"), counts, strict=True) if report[what]]
-        print(*shares, f" {reason}")
-    print(f"{report['summary']}; report: {args.out}/{page}")
+    print("\n".join(report_lines(report)))
+    print(f"{report['summary']}; all samples: {args.out}/filters.json")
 
 
 if __name__ == "__main__":

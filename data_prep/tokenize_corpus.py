@@ -104,10 +104,7 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
         filters=read_rules(args.filters) if args.filters else None,
         words=args.words, workers=args.workers, part=args.part)
     if args.filters and not args.part:
-        from deberta_ds.report.small_pages import write_filters_page
-
-        print(f"filters: {read_json(f'{out}/filters.json')['summary']}; page: "
-              f"{write_filters_page(out)}")
+        print(f"filters: {read_json(f'{out}/filters.json')['summary']}; all: {out}/filters.json")
     return manifests
 
 

@@ -44,7 +44,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
                              "the model, docs/explanation/scale.md)")
     parser.add_argument("--price_per_hour", type=_sheet_number,
                         help="price of a GPU (or core) per hour, to print the cost of the run")
-    parser.add_argument("--html", metavar="FILE", help="also write an HTML report with a picture")
     return parser.parse_known_args()
 
 
@@ -58,7 +57,7 @@ def main() -> None:
 
     run, origins = run_config.load(options.config, overrides, shape.complete)
 
-    from deberta_ds.base.files import write_atomic  # heavy imports after the configs are known good
+    # Heavy imports after the configs are known good.
     from deberta_ds.config.batch_schedule import rows_of_run
     from deberta_ds.engine.gpus import card_of, cpu_ranks
     from deberta_ds.model.backbone import count_parameters, on_meta
@@ -66,7 +65,6 @@ def main() -> None:
     from deberta_ds.planner.epochs import describe_epochs
     from deberta_ds.planner.plan import advise, make_plan, offloaded, recommended
     from deberta_ds.planner.speed import expected_mfu
-    from deberta_ds.report.small_pages import plan_page
 
     gpu = card_of(options.gpu, options.tflops, options.memory_gb, options.link_gb_s,
                   options.network_gb_s)
@@ -92,6 +90,8 @@ def main() -> None:
         f"{run.data.seq_len} tokens a GPU, {accumulation} micro-batches a step, "
         f"{objective_of(run).flops_per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of "
         f"{mfu:.0%} ({'--mfu' if options.mfu else 'expected for this width and length'})",
+        *["step, comm., tok/s and days are bounds: nothing that is sent hides behind computing"
+          ] * (ranks > 1),
         *offloaded(choices, gpus), *exceptions(run)]
     if best := recommended(choices):
         hours = best.days * 24 * options.gpus * options.nodes
@@ -103,13 +103,9 @@ def main() -> None:
     print("\n".join(table(choices)))
     print(f"recommended: ZeRO-{best.stage}, activation checkpointing {best.checkpointing}" if best
           else "nothing fits: use more GPUs, a smaller train.micro_batch_size, or offload")
-    for line in advise(run, ds, choices, best, parameters, gpu=gpu, gpus=gpus,
-                       nodes=options.nodes) if best else []:
+    for line in advise(run, ds, choices, best, parameters, gpu=gpu,
+                       ranks=ranks) if best else []:
         print(fill(f"  {line}", columns() - 1, hanging=4))
-    if options.html:
-        write_atomic(options.html, plan_page(run.name, facts, choices, options.gpu, gpu,
-                                             options.gpus * options.nodes))
-        print(f"report: {options.html}")
 
 
 def exceptions(run) -> list[str]:

@@ -3,7 +3,7 @@
     python launch/predict.py --model OUT/TASK/seed-1 --data a.csv --out a.jsonl
     deepspeed launch/predict.py ...
 
-The table (.jsonl .csv .tsv .parquet .arrow .conll) has the columns of the task. If it has labels,
+The table (.jsonl .csv .tsv .parquet .arrow) has the columns of the task. If it has labels,
 their scores are printed and written to a.scores.json.
 """
 

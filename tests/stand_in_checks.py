@@ -4,10 +4,10 @@ import os
 import sys
 
 
-def passes():
+def passes(_request):
     return 1e-6, "context"
 
 
-def dies():
+def dies(_request):
     print("CUDA error: an illegal memory access was encountered", file=sys.stderr, flush=True)
     os.abort()

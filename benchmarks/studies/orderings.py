@@ -86,10 +86,6 @@ def score(run: Run, options: argparse.Namespace) -> None:
     if options.blimp:
         once(run.scores / "minimal_pairs.json", "launch/minimal_pairs.py", "--model", run.path,
              "--data", options.blimp, "--sample", options.sample, "--out", run.scores)
-    if options.nli:
-        printed(run.scores / "probe.json", "launch/probe.py", "--model", run.path, "--train",
-                options.nli / "MNLI/train.jsonl", "--test", options.nli / "MNLI/val.jsonl",
-                "--text", "premise", "hypothesis")
     if options.common and "mlm" not in run.arm:
         printed(run.scores / "common.json", "launch/evaluate.py", "--run", run.path, "--generator",
                 options.common)

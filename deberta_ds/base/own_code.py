@@ -63,6 +63,9 @@ def load(key: str, value: str, takes: tuple[str, ...] = ()) -> Any:
             raise UserError(f"{key}: {name} of {file} is no function; write {wanted} there")
         try:
             inspect.signature(found).bind(*takes)
+        except ValueError:  # of a built-in
+            raise UserError(f"{key}: {name} of {file} is built in, and does not say what it takes; "
+                            f"write {wanted} there, which calls it") from None
         except TypeError as error:
             raise UserError(f"{key}: {name} of {file} is called as {wanted}, and takes "
                             f"{inspect.signature(found)} ({error}); change its arguments") from None
@@ -88,9 +91,13 @@ def digest(key: str, value: str) -> str:
     return _module(key, split(value)[0])[1]
 
 
-@cache
+_LOADED: dict[str, tuple[ModuleType, str]] = {}  # by real path: a file runs once
+
+
 def _module(key: str, file: str) -> tuple[ModuleType, str]:
-    path = Path(file)
+    real, path = os.path.realpath(file), Path(file)
+    if real in _LOADED:
+        return _LOADED[real]
     if not path.is_file():
         raise UserError(f"{key}: {file}: no such file in {Path.cwd()}; write its path from there, "
                         "or a whole one")
@@ -104,6 +111,7 @@ def _module(key: str, file: str) -> tuple[ModuleType, str]:
     except (Exception, SystemExit) as error:  # whatever a user's code may raise
         raise UserError(f"{key}: {file} cannot be loaded ({type(error).__name__}: {error}); "
                         "fix it") from error
+    _LOADED[real] = module, sha256
     return module, sha256
 
 

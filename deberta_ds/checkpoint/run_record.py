@@ -34,7 +34,7 @@ class RunRecord:
     recent_losses: list[float]  # for the spike rule
     since_line: dict[str, float]  # sums since the last logged line
     time_use: dict[str, float]  # seconds of saves and evaluations
-    best: dict[str, Any]  # train/best.py
+    best: dict[str, Any]  # training/best.py
     begun_from: str  # the PATH of --resume from which the run began
 
     def run(self, place: str | Path) -> RunConfig:

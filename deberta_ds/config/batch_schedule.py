@@ -73,7 +73,7 @@ def micro_batches(rows: int, world_size: int, micro_batch_size: int) -> int:
 def problems_with_ranks(train: TrainConfig, world_size: int, start: int) -> list[str]:
     """Return what is wrong if the ranks cannot share every growing update from step `start` on.
 
-    The full batch is checked with the micro-batches (deepspeed_config.accumulation_steps).
+    The full batch is checked with the micro-batches (engine/ds_config.accumulation_steps).
     """
     for one in stretches(train, start, min(train.batch_warmup_steps, train.steps)):
         if one.rows % world_size:

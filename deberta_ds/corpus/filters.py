@@ -7,6 +7,7 @@ texts, so that it does not depend on the number of workers.
 """
 
 import heapq
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from deberta_ds.corpus.units import job, run_units
 from deberta_ds.tokenizer import Tokenizer
 
 REPORT = "filters.json"
-_SHOWN_CHARACTERS = 2000
+_SHOWN_CHARACTERS, _LINE_CHARACTERS = 2000, 60
 
 
 class Verdict(NamedTuple):
@@ -227,6 +228,23 @@ def write_report(out: str | Path, rules: FilterRules, total: Tally,
                            for name, examples in sorted(total.examples.items())},
               "bad_files": dict(bad_files)}
     write_atomic(Path(out) / REPORT, _text_of(report))
+
+
+def report_lines(report: dict, samples: int = 2) -> list[str]:
+    """Return a filters.json for a console: what was dropped and changed, the most first."""
+    lines, sizes = [], ("documents", "characters", "tokens")
+    by_size = [sorted(report[kind].items(), key=lambda item: (-item[1][0], item[0]))
+               for kind in ("dropped", "changed")]
+    for reason, counts in itertools.chain(*by_size):
+        if len(counts) == len(sizes):
+            found = [f"{count:>12,} {count / report[what]:6.2%} of {what}"
+                     for what, count in zip(sizes, counts, strict=True) if report[what]]
+        else:
+            found = [f"{counts[0]:>12,} documents changed, {counts[1]:,} times"]
+        lines.append(" ".join([*found, f" {reason}"]))
+        lines += [f"{'':14}{place}: {text[:_LINE_CHARACTERS]!r}"
+                  for place, text in report["examples"].get(reason, [])[:samples]]
+    return lines
 
 
 def _summary(total: Tally, sizes: dict[str, int]) -> str:

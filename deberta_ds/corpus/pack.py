@@ -17,6 +17,7 @@ from deberta_ds.data.shards import (
     RowShardInfo,
     RowsManifest,
     ShardInfo,
+    plan_files_of,
     plan_rows,
     planned_lengths,
     read_manifest,
@@ -84,9 +85,8 @@ def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: 
     """Plan one shard and return the fields of its RowShardInfo, and its hard cuts."""
     tokens, ends = open_shard(corpus, shard)
     plan = plan_rows(ends, tokens, word_starts, seq_len)
-    directory = rows_directory(corpus, seq_len)
-    pieces_path = directory / f"{shard.name}.npy"
-    starts_path = directory / f"{shard.name}.starts.npy"
+    files = plan_files_of(rows_directory(corpus, seq_len), shard.name)
+    pieces_path, starts_path = map(Path, files)
     save_array(pieces_path, plan.pieces)
     save_array(starts_path, plan.starts)
     return {"name": shard.name, "rows": len(plan.starts) - 1, "pieces": len(plan.pieces),

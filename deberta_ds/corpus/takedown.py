@@ -35,6 +35,8 @@ from deberta_ds.data.shards import (
     ShardWriter,
     content_hash_of,
     cut_documents,
+    files_of,
+    plan_files_of,
     planned_lengths,
     read_manifest,
     read_rows_manifest,
@@ -122,13 +124,9 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
 
 
 def _files_of(corpus: str, name: str, plans: dict[int, RowShardInfo]) -> list[Path]:
-    root = Path(corpus)
-    files = [root / "tokens" / f"{name}.npy", root / "ends" / f"{name}.npy",
-             origins_path(corpus, name)]
-    for length in plans:
-        files += [rows_directory(corpus, length) / f"{name}.npy",
-                  rows_directory(corpus, length) / f"{name}.starts.npy"]
-    return files
+    return [*map(Path, files_of(corpus, name)), origins_path(corpus, name), *(
+        Path(file) for length in plans
+        for file in plan_files_of(rows_directory(corpus, length), name))]
 
 
 def _finish(out: Path, old: Manifest, plans: dict[int, RowsManifest], origins: Origins,

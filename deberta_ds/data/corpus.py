@@ -22,6 +22,8 @@ from deberta_ds.data.shards import (
     MANIFEST,
     RowShardInfo,
     ShardInfo,
+    files_of,
+    plan_files_of,
     planned_lengths,
     read_manifest,
     read_rows_manifest,
@@ -205,9 +207,8 @@ class Corpus:
         return f"data_prep/pack.py {self.path} --seq_len {self.seq_len} --tokenizer TOKENIZER"
 
     def _paths(self, number: int) -> "_Paths":
-        name, rows_path = self._shards[number][0].name, self._rows_path
-        return _Paths(f"{self.path}/tokens/{name}.npy", f"{self.path}/ends/{name}.npy",
-                      f"{rows_path}/{name}.npy", f"{rows_path}/{name}.starts.npy")
+        name = self._shards[number][0].name
+        return _Paths(*files_of(self.path, name), *plan_files_of(self._rows_path, name))
 
     def shard_row(self, index: int) -> tuple[str, int]:
         """Return (name of the shard, row in it) of row `index`."""
@@ -286,7 +287,7 @@ def check_file(path: str | Path, size: int, digest: str | None, remedy: str) -> 
 
 def open_shard(corpus: str | Path, shard: ShardInfo) -> tuple[np.ndarray, np.ndarray]:
     """Return (tokens, ends) of a shard, mapped; UserError if either file is not what it was."""
-    tokens, ends = (Path(corpus) / kind / f"{shard.name}.npy" for kind in ("tokens", "ends"))
+    tokens, ends = files_of(corpus, shard.name)
     remedy = "the shard is damaged: copy it again, or make the corpus again"
     check_file(tokens, shard.bytes, shard.xxh3, remedy)
     check_file(ends, shard.ends_bytes, shard.ends_xxh3, remedy)

@@ -114,6 +114,16 @@ def token_dtype(tokenizer_size: int) -> np.dtype:
     return np.dtype("<u2") if tokenizer_size <= 1 << 16 else np.dtype("<u4")
 
 
+def files_of(corpus: str | Path, shard: str) -> tuple[str, str]:
+    """Return the files of a shard's tokens and of its documents' ends."""
+    return f"{corpus}/tokens/{shard}.npy", f"{corpus}/ends/{shard}.npy"
+
+
+def plan_files_of(directory: str | Path, shard: str) -> tuple[str, str]:
+    """Return the files of a shard's pieces and of the rows' starts, in a rows-L directory."""
+    return f"{directory}/{shard}.npy", f"{directory}/{shard}.starts.npy"
+
+
 def rows_directory(corpus: str | Path, seq_len: int) -> Path:
     """Return the directory of the row plan for `seq_len`."""
     return Path(corpus) / f"rows-{seq_len}"
@@ -214,8 +224,7 @@ class ShardWriter:
         self.name = name
         self.tokens = 0
         self._dtype = np.dtype(dtype)
-        self._path = Path(corpus) / "tokens" / f"{name}.npy"
-        self._ends_path = Path(corpus) / "ends" / f"{name}.npy"
+        self._path, self._ends_path = map(Path, files_of(corpus, name))
         self._ends: list[int] = []
         self._pending: list[np.ndarray] = []
         self._pending_tokens = 0

@@ -153,7 +153,7 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
                              say: Callable[[str], None] = tell):
     """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
 
-    `ds` is the resolved dict of `deepspeed_config.resolve`. `initial` replaces the random values of
+    `ds` is the resolved dict of `ds_config.resolve`. `initial` replaces the random values of
     the parameters it names; only rank 0's is read. `say` gets a line where no CUDA
     graph is possible.
     """

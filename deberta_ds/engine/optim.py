@@ -108,6 +108,15 @@ class AdamUncorrected(torch.optim.Optimizer):
         torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
+def thaw_factor(optim: OptimConfig, step: int) -> float:
+    """Return the largest update after `step` without gradients, in learning rates, under a steady
+    gradient: Adam's moments begin at zero there, and its corrections count from the run's start.
+    """
+    first, second = optim.betas
+    return max((1 - first ** k) / (1 - second ** k) ** 0.5 * (1 - second ** (step + k)) ** 0.5
+               / (1 - first ** (step + k)) for k in range(1, 1000))
+
+
 # Learning rate as a pure function of the step: nothing to save, nothing to restore.
 #
 # Steps count from 0. No update is lost to a rate of zero: warm-up starts at lr / warmup_steps, and

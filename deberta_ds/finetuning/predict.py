@@ -16,7 +16,7 @@ from deberta_ds.cluster import dist
 from deberta_ds.finetuning.answers import NEVER, answer_text
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.heads import TaskOutput
-from deberta_ds.tasks.column_files import PREFIXED
+from deberta_ds.tasks.annotations import PREFIXED
 from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.metrics import Prediction, spans_of
 from deberta_ds.tasks.task import Task

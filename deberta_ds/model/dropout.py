@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deberta_ds.base.splitmix import GAMMA, dropout_threshold, mix_tensor, signed
-from deberta_ds.model.kernels import kernel_table
+from deberta_ds.model import choose
 
 MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 _VALUES = 1 << 32
@@ -110,7 +110,7 @@ class Dropout(nn.Module):
         mask = mask_of(self.p if self.training else 0.0, key)
         if mask is None:
             return hidden
-        _, fused = kernel_table.find("dropout", "auto", hidden.device, hidden.dtype,
+        _, fused = choose.find("dropout", "auto", hidden.device, hidden.dtype,
                                      hidden.shape[-1])
         return mask.apply(hidden) if fused is None else fused(hidden, mask)
 
@@ -162,7 +162,7 @@ def fused_kernel(idea: str, sublayer: torch.dtype, hidden: Tensor) -> Callable |
     if dtype != torch.float32 and (
             sublayer != dtype or torch.is_autocast_enabled(device.type)):
         return None
-    return kernel_table.find(idea, "auto", device, sublayer, hidden.shape[-1], dtype)[1]
+    return choose.find(idea, "auto", device, sublayer, hidden.shape[-1], dtype)[1]
 
 
 def _signed(word: int) -> int:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model import choose
 from deberta_ds.model.dropout import Dropout
-from deberta_ds.model.kernels import kernel_table
 
 
 class TokenEmbedding(nn.Module):
@@ -45,9 +45,9 @@ def loss_function(mode: str, hidden_TC: Tensor, weight_VC: Tensor) -> Callable:
     device, dtype = hidden_TC.device, hidden_TC.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    large = max(hidden_TC.numel(), weight_VC.numel()) >= kernel_table.MOST_ELEMENTS
+    large = max(hidden_TC.numel(), weight_VC.numel()) >= choose.MOST_ELEMENTS
     obstacle = "2^31 hidden states or weights and more" if large else ""
-    return kernel_table.find("cross-entropy", mode, device, dtype, hidden_TC.shape[1], None, False,
+    return choose.find("cross-entropy", mode, device, dtype, hidden_TC.shape[1], None, False,
                              (True, True), obstacle)[1]
 
 

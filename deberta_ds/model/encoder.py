@@ -23,11 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model import fused_projections
+from deberta_ds.model import choose, fused_projections
 from deberta_ds.model.attention import Geometry, attend, attend_cls, gathered_term
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm, pass_keys
 from deberta_ds.model.embeddings import InputBlock
-from deberta_ds.model.kernels import kernel_table
 
 _LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 _COLUMNS = 512  # of one matmul of `gather_columns`
@@ -43,6 +42,15 @@ class DecoderQueries(NamedTuple):
 
     position_vectors_BMC: Tensor
     columns_BM: Tensor  # int64; unused slots hold 0
+
+
+class KeysValues(NamedTuple):
+    """What every query attends to; None without that position term."""
+
+    keys: Tensor  # [B, H, L, D]
+    values: Tensor
+    position_key: Tensor | None  # projected relative table [H, S, D]
+    position_query: Tensor | None  # the same, or what `gathered_term` returned
 
 
 class Attention(nn.Module):
@@ -65,7 +73,7 @@ class Attention(nn.Module):
         self.relative_dropout = Dropout(config.hidden_dropout)
 
     def project(self, hidden_BLC: Tensor, relative_SC: Tensor | None, key: Tensor | None
-                ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+                ) -> tuple[Tensor, KeysValues]:
         """Return the queries of all columns, and the result of `project_keys_values`.
 
         `key` is of the relative table's dropout.
@@ -76,7 +84,7 @@ class Attention(nn.Module):
             relative_SC = self.relative_dropout(relative_SC, key)
             inputs.append(relative_SC)
             linears += [x for x in projections.values() if x not in linears]
-        _, shared = kernel_table.find(
+        _, shared = choose.find(
             "projections", "auto", hidden_BLC.device, hidden_BLC.dtype, hidden_BLC.shape[-1], None,
             False, (True, True), fused_projections.obstacle(inputs, linears))
         if shared is None:
@@ -85,56 +93,55 @@ class Attention(nn.Module):
         pairs = [(0, 0), (0, 1), (0, 2), *((1, linears.index(x)) for x in projections.values())]
         queries, keys, values, *rows = shared(inputs, linears, pairs)
         tables = dict(zip(projections, map(self._table, rows), strict=True))
-        keys_values = (self._heads(keys), self._heads(values), tables.get("c2p"), tables.get("p2c"))
-        return self._heads(queries), keys_values
+        return self._heads(queries), KeysValues(
+            self._heads(keys), self._heads(values), tables.get("c2p"), tables.get("p2c"))
 
     def project_keys_values(self, hidden_BLC: Tensor, relative_SC: Tensor | None,
-                            key: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Return (keys, values, position keys, position queries), shared by every query."""
+                            key: Tensor | None = None) -> KeysValues:
+        """Return what is shared by every query."""
         projections = self._position_projections(relative_SC)
         if projections:
             relative_SC = self.relative_dropout(relative_SC, key)
         return self._project_keys_values(hidden_BLC, projections, relative_SC)
 
     def _project_keys_values(self, hidden_BLC: Tensor, projections: dict[str, nn.Linear],
-                        relative_SC: Tensor | None) -> tuple[Tensor | None, ...]:
+                             relative_SC: Tensor | None) -> KeysValues:
         tables = {term: self._table(x(relative_SC)) for term, x in projections.items()}
         keys, values = self._heads(self.key(hidden_BLC)), self._heads(self.value(hidden_BLC))
-        return keys, values, tables.get("c2p"), tables.get("p2c")
+        return KeysValues(keys, values, tables.get("c2p"), tables.get("p2c"))
 
     def project_queries(self, queries_BQC: Tensor) -> Tensor:
         """Return the queries [B, H, Q, D] of other states than those of keys and values."""
         return self._heads(self.query(queries_BQC))
 
-    def forward(self, queries_BHQD: Tensor, keys_values: tuple[Tensor | None, ...],
+    def forward(self, queries_BHQD: Tensor, keys_values: KeysValues,
                 segments_BL: Tensor, columns_BQ: Tensor | None, key: Tensor | None) -> Tensor:
         """Return the attention output [B, Q, C]; query q stands at column columns_BQ (None: q).
 
         One query without a column stands at column 0. `key` is of dropout.
         """
-        keys, values, position_key, position_query = keys_values
         dropout = self.config.attention_dropout if self.training else 0.0
         seed = key[:1] if dropout and key is not None else None
-        tensors = queries_BHQD, keys, values, position_key, position_query
         if columns_BQ is None and queries_BHQD.size(2) == 1:
-            context_BQHD = attend_cls(*tensors, geometry=self.geometry, segments_BL=segments_BL,
-                                        dropout=dropout, seed=seed)
+            context_BQHD = attend_cls(queries_BHQD, *keys_values, geometry=self.geometry,
+                                      segments_BL=segments_BL, dropout=dropout, seed=seed)
         else:
             context_BQHD = attend(
-                *tensors, geometry=self.geometry, segments=segments_BL,
+                queries_BHQD, *keys_values, geometry=self.geometry, segments=segments_BL,
                 query_positions_BQ=columns_BQ, dropout=dropout, seed=seed,
                 mode=self.config.attention, keep_terms=self.config.keep_position_terms)
         return self.output(context_BQHD.flatten(2))
 
-    def share_gathered(self, keys_values: tuple[Tensor | None, ...], segments_BL: Tensor,
-                       columns_BQ: Tensor) -> tuple[Tensor | None, ...]:
+    def share_gathered(self, keys_values: KeysValues, segments_BL: Tensor, columns_BQ: Tensor
+                       ) -> KeysValues:
         """Return keys_values with what several `forward` with these columns have in common."""
-        keys, values, position_key, position_query = keys_values
-        if position_query is not None:
-            position_query = gathered_term(
-                keys, position_key, position_query, geometry=self.geometry, segments=segments_BL,
-                query_positions_BQ=columns_BQ, mode=self.config.attention)
-        return keys, values, position_key, position_query
+        if keys_values.position_query is None:
+            return keys_values
+        term = gathered_term(
+            keys_values.keys, keys_values.position_key, keys_values.position_query,
+            geometry=self.geometry, segments=segments_BL, query_positions_BQ=columns_BQ,
+            mode=self.config.attention)
+        return keys_values._replace(position_query=term)
 
     def _heads(self, hidden_BLC: Tensor) -> Tensor:
         return hidden_BLC.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
@@ -198,7 +205,7 @@ class Layer(nn.Module):
                                         of_blocks[first:], decoder.columns_BM)
         return states_BMC, None
 
-    def _block(self, residual_BQC: Tensor, queries_BHQD: Tensor, keys_values: tuple,
+    def _block(self, residual_BQC: Tensor, queries_BHQD: Tensor, keys_values: KeysValues,
                segments_BL: Tensor, keys: list[Tensor | None], columns_BQ: Tensor | None = None
                ) -> tuple[Tensor, Tensor | None]:
         of_pairs, of_attention, of_ffn = keys[:_BLOCK_KEYS]

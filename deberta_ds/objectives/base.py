@@ -1,7 +1,7 @@
 """What an objective is: everything that differs between masked LM and replaced-token detection.
 
 An objective is a module with the attributes and functions of `Objective`; `build.objective_of(run)`
-finds it by its kind, or loads it from your own file. No other code depends on the kind: the planner
+finds it by its kind, or loads it from your own file. The rest asks the module: the planner
 asks for FLOPs, the training loop for means, evaluation for scores, console and report for what to
 show, model files for the networks inside a state dict. docs/how-to/extend.md: files of a new one.
 """
@@ -85,6 +85,8 @@ class Objective(Protocol):
     METRICS: tuple[Metric, ...]
     # {network: prefix of the head it needs}, under the names of model files; "main" is published.
     HEADS: dict[str, str]
+    # What [objective.mask] leaves open; a module without it gets the defaults of MaskConfig.
+    # MASK_DEFAULTS: dict[str, int | float]
 
     def encoders(self, run: RunConfig) -> dict[str, ModelConfig]:
         """Return the shape of every network, by the names in HEADS."""

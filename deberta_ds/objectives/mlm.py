@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
+from deberta_ds.config import objective
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.data.batch import IGNORE, Batch, Row, collate
 from deberta_ds.data.masking import word_spans
@@ -23,6 +24,7 @@ from deberta_ds.tokenizer import Tokenizer
 SENTENCES_AT_ONCE = 32
 METRICS = base.masked_metrics("masked", "Masked-token", on_console="loss")
 HEADS = {"main": "mlm_head."}
+MASK_DEFAULTS = objective.MASK_DEFAULTS["mlm"]
 
 
 def encoders(run: RunConfig) -> dict[str, ModelConfig]:

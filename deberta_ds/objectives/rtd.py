@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deberta_ds.base.numbers import format_value
 from deberta_ds.base.splitmix import GAMMA, mix_tensor, shift_right, signed
+from deberta_ds.config import objective
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, RunConfig
 from deberta_ds.model import flops
 from deberta_ds.model.embeddings import TokenEmbedding
@@ -48,6 +49,7 @@ DETECTION_METRICS = (
 )
 METRICS = (*base.masked_metrics("generator", "Generator", "gen.loss"), *DETECTION_METRICS)
 HEADS = {"main": "rtd_head.", "generator": "mlm_head."}
+MASK_DEFAULTS = objective.MASK_DEFAULTS["rtd"]
 # Six discriminators of 8 layers that 2e-3 killed: 4e-4 nats and .005 at most.
 _DEAD_GAIN, _DEAD_AREA = 1e-3, 0.02
 

@@ -17,6 +17,7 @@ from deberta_ds.objectives.base import Metric, Numbers, Tensors
 
 METRICS: tuple[Metric, ...] = rtd.DETECTION_METRICS
 HEADS = {"main": "rtd_head."}
+MASK_DEFAULTS = rtd.MASK_DEFAULTS
 sentence_scores = rtd.sentence_scores
 
 

@@ -12,10 +12,12 @@ A preset counts as said, but for its vocabulary: that is the published tokenizer
 """
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.own_code import is_own
 from deberta_ds.config.model import padded_rows
 from deberta_ds.config.run_config import FREE_FIELDS, ModelConfig
 
@@ -50,11 +52,19 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
         shape, origin = _vocabulary(tokenizer, is_needed=not of_preset)
     for key, value in shape.items():
         follows = key == "model.vocab_size" or source and (
-            key.startswith("model.") or _text(values, "objective", "kind") == "rtd")
+            key.startswith("model.") or _has_generator(_text(values, "objective", "kind")))
         if follows and _is_open(key, values, origins):
             section, name = key.split(".")
             values.setdefault(section, {})[name] = value
             origins[key] = origin
+
+
+def _has_generator(kind: str) -> bool:
+    from deberta_ds.objectives.build import OBJECTIVES, objective_named
+
+    with suppress(UserError):  # of one's own: said when the run is checked
+        return (kind in OBJECTIVES or is_own(kind)) and "generator" in objective_named(kind).HEADS
+    return False
 
 
 def _is_open(key: str, values: dict, origins: dict[str, str]) -> bool:

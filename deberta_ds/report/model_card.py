@@ -25,7 +25,7 @@ from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.finetuning.directory import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
 from deberta_ds.finetuning.models import RANDOM
-from deberta_ds.objectives.build import OBJECTIVES
+from deberta_ds.objectives.build import objective_named
 from deberta_ds.publish.convert import Summary
 from deberta_ds.publish.hf import GENERATOR_DIRECTORY
 from deberta_ds.release.reader import SIDE_FILE
@@ -39,43 +39,10 @@ CARD = "README.md"
 _PIPELINES = {"Model": "feature-extraction", "ForSequenceClassification": "text-classification",
               "ForTokenClassification": "token-classification",
               "ForQuestionAnswering": "question-answering"}
-_ENCODER = '''from transformers import AutoModel, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{0}")
-model = AutoModel.from_pretrained("{0}")
-states = model(**tokenizer("{1}", return_tensors="pt")).last_hidden_state'''
-_HEAD = '''from transformers import AutoModel{1}, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{0}")
-model = AutoModel{1}.from_pretrained("{0}")'''
-_PIPELINE = '''from transformers import pipeline
-
-ask = pipeline("{1}", "{0}"{2})'''
-DISCRIMINATOR = (
-    "This is a discriminator: it was trained to say of every token whether it was replaced. It is "
-    "made to be fine-tuned. It has no masked-LM head: transformers' fill-mask pipeline gives it a "
-    "random one (and says that `cls.predictions` was newly initialized), so its proposals mean "
-    "nothing.")
-NO_CLASS = ("transformers has no class for the head of this task: AutoModel loads the encoder "
-            "alone. Predict with `launch/predict.py` of deberta_ds.")
 _KINDS = {"multilabel": "multilabel classification", "regress": "regression", "tags": "tagging",
           "choice": "multiple choice", "answer": "question answering"}  # the others: classification
 _METRICS = {"f1": "f1", "accuracy": "accuracy", "em": "exact_match", "pearson": "pearsonr",
             "spearman": "spearmanr", "matthews": "matthews_correlation"}  # to the Hub's names
-
-
-# A sentence and the word to mask, by language; digits are of every language.
-_SAMPLES = {
-    "en": ("Paris is the capital of France.", "capital"),
-    "de": ("Paris ist die Hauptstadt von Frankreich.", "Hauptstadt"),
-    "fr": ("Paris est la capitale de la France.", "capitale"),
-    "es": ("París es la capital de Francia.", "capital"),
-    "it": ("Parigi è la capitale della Francia.", "capitale"),
-    "pt": ("Paris é a capital da França.", "capital"),
-    "nl": ("Parijs is de hoofdstad van Frankrijk.", "hoofdstad"),
-    "pl": ("Paryż jest stolicą Francji.", "stolicą"),
-    "zh": ("巴黎是法国的首都。", "首都"), "ja": ("パリはフランスの首都です。", "首都"),
-    "": ("1, 2, 3, 4, 5", "3")}
 
 
 @dataclass(frozen=True)
@@ -90,7 +57,9 @@ class Publisher:
 
     @property
     def sample(self) -> tuple[str, str]:
-        return _SAMPLES.get(self.language[0] if self.language else "", _SAMPLES[""])
+        """A sentence and the word to mask; digits are of every language."""
+        return (("Paris is the capital of France.", "capital") if list(self.language[:1]) == ["en"]
+                else ("1, 2, 3, 4, 5", "3"))
 
 
 _SILENT = Publisher()
@@ -167,73 +136,25 @@ def check_publisher(source: str | Path, publisher: Publisher) -> None:
 
 def model_card(source: Path, out: Path, summary: Summary, name: str, publisher: Publisher) -> str:
     """Return the card as Markdown with a block of metadata."""
-    values = read_json(out / "config.json")
+    values, generator = read_json(out / "config.json"), out / GENERATOR_DIRECTORY
     architecture = values["architectures"][0]
-    head = architecture.removeprefix("DebertaV2").removeprefix("Deberta")
-    has_generator = (out / GENERATOR_DIRECTORY).is_dir()
-    is_discriminator = any("replaced-token head" in note for note in summary.notes)
-    training = _of_source(source, publisher)
-    title = Path(name).parent.as_posix() if source == out else Path(name).name
+    side_file = out / SIDE_FILE
     return template("model_card.md").render(
-        name=_cell(title), directory=name, publisher=publisher, side_file=_side_file(out),
-        task_type=_PIPELINES.get(head, "fill-mask" if head == "ForMaskedLM" else "multiple-choice"),
-        what=_what(architecture, is_discriminator),
-        pipeline_tag=_PIPELINES.get(head, ""), tags=_tags(values, head, is_discriminator),
-        shape=_shape(values, out), usage=_usage(name, head, training, publisher),
-        note=DISCRIMINATOR if is_discriminator else
-        NO_CLASS if training.about and head == "Model" else "",
-        fill_mask="the generator in `generator/`" if has_generator else
-        "this model" if head == "ForMaskedLM" else "", onnx=(out / "onnx").is_dir(),
-        version=__version__, checks=[_cell(line) for line in summary.checks],
-        **vars(training))
-
-
-def _what(architecture: str, is_discriminator: bool) -> str:
-    kind = "DeBERTa v2/v3" if architecture.startswith("DebertaV2") else "DeBERTa"
-    if is_discriminator:
-        return f"A {kind} discriminator, pretrained by replaced-token detection."
-    if architecture.endswith("ForMaskedLM"):
-        return f"A {kind} pretrained by masked language modelling."
-    return f"A {kind}: {architecture}."
-
-
-def _tags(values: dict, head: str, is_discriminator: bool) -> list[str]:
-    tags = ["deberta_ds", values["model_type"]]
-    if is_discriminator:
-        tags.append("replaced-token-detection")
-    return [*tags, "masked-lm"] if head == "ForMaskedLM" else tags
-
-
-def _shape(values: dict, out: Path) -> list[tuple[str, str]]:
-    rows = [("layers x hidden size", f"{values['num_hidden_layers']} x {values['hidden_size']}"),
-            ("attention heads", f"{values['num_attention_heads']}"),
-            ("vocabulary", f"{values['vocab_size']:,}"),
-            ("positions", f"{values['max_position_embeddings']:,}"),
-            ("parameters", f"{count_parameters(out / SAFETENSORS):,}")]
-    if (out / GENERATOR_DIRECTORY).is_dir():
-        rows.append(("parameters of the generator",
-                     f"{count_parameters(out / GENERATOR_DIRECTORY / SAFETENSORS):,}"))
-    return rows
+        name=_cell(Path(name).parent.as_posix() if source == out else Path(name).name),
+        directory=name, publisher=publisher, architecture=architecture, values=values,
+        head=architecture.removeprefix("DebertaV2").removeprefix("Deberta"),
+        pipelines=_PIPELINES, onnx=(out / "onnx").is_dir(), version=__version__,
+        is_discriminator=any("replaced-token head" in note for note in summary.notes),
+        parameters=count_parameters(out / SAFETENSORS),
+        generator=count_parameters(generator / SAFETENSORS) if generator.is_dir() else 0,
+        side_file=f"{side_file.stat().st_size / 1e6:,.1f} MB" if side_file.is_file() else "",
+        checks=[_cell(line) for line in summary.checks], **vars(_of_source(source, publisher)))
 
 
 def count_parameters(weights: Path) -> int:
     """Return the number of elements in a safetensors file, from its header."""
     with safe_open(weights, "numpy") as file:
         return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())
-
-
-def _side_file(out: Path) -> str:
-    """Return "12.3 MB" of the heads that transformers has no place for; "" if there is none."""
-    path = out / SIDE_FILE
-    return f"{path.stat().st_size / 1e6:,.1f} MB" if path.is_file() else ""
-
-
-def _usage(name: str, head: str, training: Training, publisher: Publisher) -> str:
-    if head in ("Model", "ForMaskedLM"):
-        return _ENCODER.format(name, publisher.sample[0])
-    if head in ("ForMultipleChoice", "ForQuestionAnswering"):  # transformers 5 has no pipeline
-        return _HEAD.format(name, head)
-    return _PIPELINE.format(name, _PIPELINES[head], training.pipeline_options)
 
 
 def _of_source(source: Path, publisher: Publisher) -> Training:
@@ -258,7 +179,7 @@ def _of_checkpoint(directory: Path, publisher: Publisher) -> Training:
     objective, train, optim = run["objective"], run["train"], run["optim"]
     mask = objective["mask"]
     masked = [("masked share of the tokens", _on_line(mask["rate"], mask["final_rate"]))]
-    if objective["kind"] == "rtd":
+    if "generator" in objective_named(objective["kind"]).HEADS:
         masked.append(("temperature of the generator's samples", _on_line(
             objective["temperature"], objective["final_temperature"])))
     if objective["kind"] == "rtd_cached":
@@ -276,7 +197,7 @@ def _of_checkpoint(directory: Path, publisher: Publisher) -> Training:
         ("sha256 of the tokenizer", record.tokenizer_sha256),
         ("versions", ", ".join(f"{name} {text}" for name, text in record.versions.items())))]
     metrics = directory.resolve().parent.parent / METRICS_FILE  # OUT/best is a link
-    if metrics.is_file() and objective["kind"] in OBJECTIVES:
+    if metrics.is_file():
         _add_scores(training, read_metrics(metrics), record.step, objective["kind"])
     return training
 
@@ -303,7 +224,8 @@ def _add_scores(training: Training, records: list[dict], step: int, kind: str) -
         return
     last = max(evaluations, key=lambda one: one["step"])
     training.scores_note = f"On held-out sequences at step {last['step']:,}."
-    measured = [metric for metric in OBJECTIVES[kind].METRICS if last.get(metric.key) is not None]
+    metrics = objective_named(kind).METRICS
+    measured = [metric for metric in metrics if last.get(metric.key) is not None]
     training.results.append({"dataset": {"type": "held-out", "name": "held-out sequences"},
                              "metrics": [{"type": metric.key, "name": metric.title,
                                           "value": round(last[metric.key], 6)}

@@ -13,10 +13,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.base.own_code import is_own
+from deberta_ds.base.own_code import digest, is_own, split
 from deberta_ds.cluster import lock
+from deberta_ds.config.run_config import RunConfig
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective, own_metrics
-from deberta_ds.objectives.build import OBJECTIVES, objective_named
+from deberta_ds.objectives.build import objective_named
 from deberta_ds.tracking.records import KINDS, METRICS_FILE, read_metrics
 
 # results.json of a fine-tuning sweep as the page reads it (written by launch/sweep.py).
@@ -103,45 +104,10 @@ Points = list[tuple[float, float]]
 
 
 @checked(config=READ, frozen=True)
-class Shape:
-    """The model in four numbers."""
-
-    vocab_size: Count
-    hidden_size: Count
-    num_layers: Count
-    num_heads: Count
-
-
-@checked(config=READ, frozen=True)
-class _ObjectiveSection:
-    kind: str
-    embedding_sharing: str
-
-
-@checked(config=READ, frozen=True)
-class _TrainSection:
-    steps: Count
-
-
-@checked(config=READ, frozen=True)
-class _EvaluateSection:
-    metrics: list[Text] = Field(default_factory=list)
-
-
-@checked(config=READ, frozen=True)
-class _RunSection:
-    objective: _ObjectiveSection
-    name: str
-    model: Shape
-    train: _TrainSection
-    evaluate: _EvaluateSection = _EvaluateSection()
-
-
-@checked(config=READ, frozen=True)
 class _Saved:
     """config.json: what the page computes with is checked, the rest is only shown."""
 
-    run: _RunSection
+    run: RunConfig
     origins: dict[str, str]
     versions: dict[str, str]
     parameters: Count
@@ -150,6 +116,7 @@ class _Saved:
     kernels: dict[str, dict[str, str]]  # {idea: its kernel and why}
     device: str  # cpu or cuda
     commit: str
+    content_hashes: dict[str, str] = Field(default_factory=dict)
     branch: str = ""
 
 
@@ -278,9 +245,9 @@ def read_run(directory: str | Path) -> Run:
     place = directory / CONFIG_FILE
     saved, values = read_checked(place, _Saved)
     kind = saved.run.objective.kind
-    if kind not in OBJECTIVES and not is_own(kind):
-        raise UserError(f"{place}: run.objective.kind = {kind!r:.60} is not an objective of this "
-                        "version; make the report with the version that trained it")
+    if is_own(kind) and saved.content_hashes.get(kind, now := digest("", kind)) != now:
+        raise UserError(f"{split(kind)[0]}: has changed since {place} was written; put the former "
+                        "file there")
     _note_ranks(records, directory / METRICS_FILE)
     by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in KINDS}
     if not by_kind["train"] and not by_kind["eval"]:

@@ -1,18 +1,11 @@
-"""Entities as characters [start, end) of a text, in the forms of annotation tools -> tags of words.
-
-    doccano           {"text": "...", "label": [[0, 4, "PER"]]}, or objects in a list "entities"
-    spaCy             ["...", {"entities": [[0, 4, "PER"]]}]: columns "text" and "entities"
-    Prodigy           {"text": "...", "spans": [{"start": 0, "end": 4, "label": "PER"}], "answer"}
-                      (accepted without any: no "spans")
-    Label Studio      {"data": {"text": "..."}, "annotations": [{"result": [{"value": {...}}]}]},
-                      or JSON_MIN: {"text": "...", "label": [{"start", "end", "labels": ["PER"]}]}
-                      (annotated without any: no "label"), which its CSV has as cells; classes
-                      that were chosen are columns by their names in its labelling interface
+"""Entities of a text, {"text": "...", "label": [[0, 4, "PER"]]}, as characters [start, end) with a
+name -> tags of words.
 
 Every character of such a text has a tag: that of its token, of which the model learns one
 (features.py). So entities may begin and end inside words, as Korean and German ones do.
 """
 
+import re
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
@@ -20,34 +13,9 @@ from typing import Any
 from deberta_ds.tokenizer.words import UNSPACED_SCRIPTS, is_unspaced
 
 _WIDE = (*UNSPACED_SCRIPTS, (0x3001, 0x303F), (0xFF01, 0xFFEF))
-_NAMES = ("label", "type", "tag", "entity_group")
+PREFIXED = re.compile(r"[BIESLUM]-.+")  # a tag that says where an entity begins
 Entity = tuple[int, int, str]
 BAD_ENTITIES = (ValueError, TypeError, AttributeError, KeyError, IndexError)  # of `entities_of`
-
-
-def flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of Label Studio's JSON as other tools write one, with the first annotation that
-    was not cancelled; Prodigy's without what was rejected. Others stay as they are.
-    """
-    if isinstance(row.get("data"), dict) and isinstance(row.get("annotations"), list):
-        done = [part for part in row["annotations"]
-                if isinstance(part, dict) and not part.get("was_cancelled")]
-        entries, chosen = done[0].get("result") if done else None, {}
-        if isinstance(entries, list):
-            chosen = {str(entry.get("from_name")): entry["value"].get("choices")
-                      for entry in entries if isinstance(entry, dict)
-                      and entry.get("type") == "choices" and isinstance(entry.get("value"), dict)}
-            entries = [entry for entry in entries if not isinstance(entry, dict)
-                       or str(entry.get("type", "labels")).endswith("labels")]
-        return {"id": row.get("id"), **row["data"], "label": entries, **chosen}
-    if row.get("answer") in ("reject", "ignore") and not {"spans", "_task_hash"}.isdisjoint(row):
-        return row | {name: None for name in ("spans", "label", "accept") if name in row}
-    return row
-
-
-def is_annotated(row: Mapping[str, Any]) -> bool:
-    """Return whether a row of Prodigy or Label Studio was annotated: it may have no entity then."""
-    return row.get("answer") == "accept" or row.get("annotation_id") not in (None, "")
 
 
 def is_entities(value: Any) -> bool:
@@ -68,23 +36,10 @@ def entities_of(text: str, value: list) -> list[Entity]:
 
 
 def _entity(text: str, part: Any) -> Entity:
-    quoted = None
-    if isinstance(part, dict):
-        part = part["value"] if isinstance(part.get("value"), dict) else part
-        name = next((part[key] for key in _NAMES if part.get(key)), (part.get("labels") or [0])[0])
-        start, end = part.get("span") or (
-            part.get(key, part.get(f"{key}_offset")) for key in ("start", "end"))
-        quoted = part.get("text")
-    else:
-        start, end, name = part
+    start, end, name = part if isinstance(part, list | tuple) else (None, None, None)
     if type(start) is not int or type(end) is not int or not isinstance(name, str) or not name:
-        raise ValueError(f"{part!r} is no entity; it is [start, end, label] or an object with "
-                         "start, end and label")
-    if quoted is not None and text[start:end] != quoted:  # a browser counts an emoji as two
-        units = text.encode("utf-16-le")
-        start, end = (len(units[: 2 * at].decode("utf-16-le", "ignore")) for at in (start, end))
-        if text[start:end] != quoted:
-            raise ValueError(f"{quoted!r} is not at character {start} of its text")
+        raise ValueError(f"{part!r} is no entity; it is [start, end, label]. Convert exports of "
+                         "annotation tools with examples/convert_annotations.py")
     if not 0 <= start < end <= len(text) or not text[start:end].strip():
         raise ValueError(f"{name} [{start}, {end}) is no piece of a text of {len(text)} characters,"
                          " which are counted from 0, not bytes or units of UTF-16")

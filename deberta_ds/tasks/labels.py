@@ -14,7 +14,6 @@ from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import parse_json
-from deberta_ds.tasks.annotations import is_annotated
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer.text import is_removed
 
@@ -69,23 +68,15 @@ def is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
-def is_sentence(task: Task, row: Iterable) -> bool:
-    """Return whether a row is of a file with a word per line, whose columns have no names."""
-    return task.head == "tags" and set(row) in ({"tokens"}, {"tokens", "tags"})
-
-
 def label_cell(task: Task, row: dict[str, Any]) -> Any:
-    """Return the value of a row's label; None where it has no such column, and no annotator."""
-    column = task.columns.get("label", "label")
-    value = row.get("tags" if column not in row and is_sentence(task, row) else column)
-    return [] if task.head == "tags" and is_missing(value) and is_annotated(row) else value
+    """Return the value of a row's label; None where it has no such column."""
+    return row.get(task.columns.get("label", "label"))
 
 
 def without_label(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     """Return a row without its label, and what goes with it."""
     names = {*task.label_columns, task.columns.get("label", "label"), "label",
-             task.columns.get("start", "start"), "tags" if is_sentence(task, row) else "label",
-             *(("answer", "annotation_id") if task.head == "tags" else ())}
+             task.columns.get("start", "start")}
     return {name: value for name, value in row.items() if name not in names}
 
 
@@ -109,7 +100,7 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
     for field in (*task.texts, *task.choices):
         column = task.columns.get(field, field)
         if column not in row:  # RTE may have SuperGLUE's names, or those of GLUE's table
-            column = field if field in row else "tokens" if is_sentence(task, row) else column
+            column = field if field in row else column
         if column not in row:
             raise UserError(f"{place}: {no_column(column, row)}")
         line[field] = row[column]

@@ -45,7 +45,7 @@ _FORMS: dict[str, tuple[HeadKind, Layout, tuple[str, ...], int]] = {
     "spans": ("answer", "answers", ("f1", "em", "f1_v2", "em_v2"), 2),
 }
 _KINDS_OF = {"separator": "multilabel", "first_answer": "choice", "decimal": "regression",
-             "columns": "tags", "start": "spans", "language": "spans"}
+             "start": "spans", "language": "spans"}
 _PLAIN = (("0", "1"), ("False", "True"), ("false", "true"), ("no", "yes"))
 _TAKEN = ("idx", "id", "label", "start")
 
@@ -69,8 +69,6 @@ class OwnTask:
     first_answer: Literal[0, 1] | None = option("of a choice: number of the first answer", None)
     decimal: Literal[".", ",", ""] = option("decimal mark of a regression; empty: found in train",
                                             "")
-    columns: Mapping[Literal["word", "tag"], int] = option(
-        "of a file with a word per line: columns of word and tag, counted from 1; -1: the last", {})
     encoding: str = option("encoding of tables of text; empty: UTF-8, or UTF-16 if found", "")
     delimiter: str = option("mark between the cells of a .csv; empty: found in its header", "",
                             max_length=1)
@@ -121,9 +119,8 @@ def load_own_task(path: str | Path) -> tuple[Task, str]:
         choices=own.choices, metrics=own.metrics or metrics[:usual], files=files,
         language=own.language, columns={field: name for field, name in named.items() if name},
         may_be_blank=len(own.texts) > 1, val_share=own.val_share, settings=own.settings,
-        form=TableForm(columns=own.columns, encoding=own.encoding, delimiter=own.delimiter,
-                       quoted=own.quoted, header=own.header and not own.names,
-                       names=own.names),
+        form=TableForm(encoding=own.encoding, delimiter=own.delimiter, quoted=own.quoted,
+                       header=own.header and not own.names, names=own.names),
         separator=own.separator or ",", ignore_labels=own.ignore_labels,
         label_columns=() if isinstance(own.label, str) else own.label,
         first_answer=own.first_answer or 0)
@@ -188,8 +185,6 @@ def _faults(own: OwnTask) -> Iterator[str]:
         yield "val_share is a share of train, where there is no val; leave one of them out"
     if own.ignore_labels and own.kind in ("tags", "spans") and own.ignore_labels != ("",):
         yield f'ignore_labels of kind = "{own.kind}" can only be [""], rows without a label'
-    if 0 in own.columns.values():
-        yield "columns are counted from 1, or from the end as -1, -2, ..."
     if len(set(own.labels)) < len(own.labels):
         yield f"labels names a label twice: {', '.join(own.labels)}"
 

@@ -14,15 +14,13 @@ from typing import Any, Literal
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.files.inputs import suffix_of
-from deberta_ds.tasks.annotations import hold_spaces, is_entities
-from deberta_ds.tasks.column_files import PREFIXED
+from deberta_ds.tasks.annotations import PREFIXED, hold_spaces, is_entities
 from deberta_ds.tasks.labels import (
     NO_LABEL,
     as_one,
     has_decimal_commas,
     is_ignored,
     is_missing,
-    is_sentence,
     is_vector,
     label_cell,
     no_column,
@@ -32,7 +30,7 @@ from deberta_ds.tasks.labels import (
 from deberta_ds.tasks.layouts import chosen, entities_of, examples_of
 from deberta_ds.tasks.line import Line
 from deberta_ds.tasks.metrics import PREFIXES
-from deberta_ds.tasks.tables import Row, each_row, read_table
+from deberta_ds.tasks.tables import Row, convert, each_row, read_table
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer.words import is_unspaced
 
@@ -55,15 +53,14 @@ def _rows(task: Task, path: Path) -> list[Row]:
     for place, row in each_row(train, form=task.form):
         if isinstance(row, UserError):
             faults.append(str(row))
-        elif not is_sentence(task, row) and (lost := [name for name in columns if name not in row]):
+        elif (lost := [name for name in columns if name not in row]):
             asked = "" if lost[0] in task.choices else f" (label in {path})"
             faults.append(f"{place}: {no_column(lost[0], row, asked)}")
         else:
             rows.append((place, {name: row[name] if name in kept else None for name in row}))
     if not rows:
-        words = "; if it has a word per line, name its columns in the task file, counted from 1 " \
-            "or from the end: columns = {word = 1, tag = -1}" if task.head == "tags" and (
-                suffix_of(train) == ".tsv") else ""
+        words = f"; if it has a word per line, {convert(Path(train))} --word 1 --tag -1" if (
+            task.head == "tags" and suffix_of(train) == ".tsv") else ""
         raise UserError(faults[0] + words if faults else f"{train}: not a single row in it")
     return [(place, row) for place, row in rows if not is_ignored(task, row)]
 
@@ -293,7 +290,7 @@ def _with_words(task: Task, rows: list[Row]) -> Task:
     form: Literal["list", "text", "raw"] = "raw"
     words: Counter[str] = Counter()
     for _, row in rows:
-        text = row["tokens"] if is_sentence(task, row) else read_list(row.get(task.texts[0]))
+        text = read_list(row.get(task.texts[0]))
         label = read_list(label_cell(task, row))
         if isinstance(text, list):
             form = "list"
@@ -305,7 +302,7 @@ def _with_words(task: Task, rows: list[Row]) -> Task:
     if len(texts) > 1 and isinstance(label, str) and not any(" " in text for text in texts):
         raise UserError(f"{task.files['train']}: every row has one word; a row is a sentence, with "
                         "a list of its words and one of its tags (in pandas: groupby the sentence "
-                        "and agg(list)), or write a file with a word per line")
+                        "and agg(list))")
     return replace(task, words=form, spaces=not hold_spaces(words))
 
 

@@ -1,9 +1,7 @@
 """Tables of any common kind -> rows, by column names.
 
 What files/tables.py reads, and on top of that the layouts of fine-tuning's own:
-    .json                  a SQuAD document, Label Studio's export
-    .conll .txt .bio ...   a token per line (column_files.py); WikiANN's by its lines, also without
-                           an ending; every other ending too where a task file has `columns`
+    .json                  a SQuAD document
     a directory            RACE's: a JSON document a file, with an article and its questions
     DIR/train-*.parquet    several tables, in the order of their names
     hub:NAME@CONFIG#SPLIT  a data set of the Hub, streamed
@@ -11,6 +9,7 @@ What files/tables.py reads, and on top of that the layouts of fine-tuning's own:
 
 import glob
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,15 @@ from deberta_ds.cluster import dist
 from deberta_ds.files.inputs import open_stream, revision_of, suffix_of
 from deberta_ds.files.remote import stamp_of
 from deberta_ds.files.tables import TABLE_KINDS, is_pair, is_quoted, named, read_each
-from deberta_ds.tasks.annotations import flat
-from deberta_ds.tasks.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
 from deberta_ds.tasks.task import TableForm, Task
 from deberta_ds.tokenizer.text import TO_UTF8
 
 HUB_TABLE = "hub:"
-_KINDS = " ".join((*TABLE_KINDS, *COLUMN_SUFFIXES))
+_KINDS = " ".join(TABLE_KINDS)
 _ENCODING = (", or name its encoding, such as cp1252 (encoding in the task file, --encoding of "
              "predict.py)")
 _EXPORTED = (".ann", ".spacy", ".xlsx", ".xls", ".ods")  # of brat, spaCy, spreadsheets
+_ENTITY = {"start", "start_offset", "span", "result"}  # keys of an object that is one
 _MOST_SHOWN = 10  # rows that cannot be used
 Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
 
@@ -105,28 +103,15 @@ def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: Ta
                ) -> Iterator[tuple[str, dict[str, Any] | UserError]]:
     suffix = suffix_of(path)
     if suffix in _EXPORTED:
-        raise UserError(f"{path}: a {suffix} is not read; export it as CSV (UTF-8), JSON lines or "
-                        "CoNLL")
-    if suffix not in TABLE_KINDS and (
-            suffix in COLUMN_SUFFIXES or suffix.endswith("conll") or form.columns) or (
-            suffix in (".tsv", ".csv") and form.columns) or (
-            suffix in ("", ".tsv") and is_wikiann(str(path), form.encoding)):
-        yield from read_sentences(str(path), form.columns, form.encoding)
-        return
-    if suffix == "":
-        raise UserError(f"{path}:1: a file without an ending is read as WikiANN's, whose lines are "
-                        "LANGUAGE:TOKEN, a tab, TAG; give it an ending that says what it is, of "
-                        f"{_KINDS}")
+        raise UserError(f"{path}: a {suffix} is not read; export it as CSV (UTF-8) or JSON lines")
     if suffix not in TABLE_KINDS:
-        raise UserError(f"{path}: unknown kind of table; the ending must be one of {_KINDS}, or the"
-                        " task file name the columns of a file with a word per line: columns = "
-                        "{word = 1, tag = -1}, counted from 1 or from the end")
+        raise UserError(f"{path}: unknown kind of table; the ending must be one of {_KINDS}. A file"
+                        f" with a word per line (CoNLL, ...): {convert(path)}")
     how: dict[str, Any] = {"delimiter": form.delimiter, "encoding": form.encoding}
     how["quoted"] = is_quoted(path, **how) if form.quoted is None and suffix == ".tsv" and (
         not headless) else form.quoted
     how |= {"names": headless or form.names, "header": form.header or bool(headless)}
     for number, (place, row) in enumerate(read_each(path, class_names=True, **how)):
-        row = {"text": row[0], **row[1]} if is_pair(row) else row
         if isinstance(row, UserError):
             if skip_broken:
                 skip_broken -= 1
@@ -134,10 +119,12 @@ def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: Ta
                 yield place, _with_encoding(row)
         elif number == 0 and _is_squad(row):
             yield from squad_rows(place, row["data"])
+        elif _is_of_a_tool(row):
+            raise UserError(f"{place}: a row of an annotation tool; {convert(path)}")
         elif not isinstance(row, dict):
             yield place, UserError(f"{place}: not a JSON object; write one object a line")
         else:
-            yield place, with_inner(flat(row))
+            yield place, with_inner(row)
 
 
 def with_inner(row: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +134,24 @@ def with_inner(row: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             found |= {f"{name}.{key}": inner for key, inner in with_inner(value).items()}
     return found
+
+
+def convert(path: Path) -> str:
+    """Return what to do about a table that fine-tuning does not read."""
+    out = path.with_name(f"{path.stem}.converted.jsonl")
+    return ("convert it once: python examples/convert_annotations.py "
+            f"{shlex.quote(str(path))} --out {shlex.quote(str(out))}")
+
+
+def _is_of_a_tool(row: Any) -> bool:
+    """Return whether Prodigy, Label Studio, spaCy or doccano wrote a row, with entities as objects
+    or with what was rejected.
+    """
+    if not isinstance(row, dict) or not {"annotation_id", "_task_hash"}.isdisjoint(row):
+        return is_pair(row) or isinstance(row, dict)
+    entities = [one for key in ("label", "entities", "spans", "annotations")
+                if isinstance(row.get(key), list) for one in row[key][:1]]
+    return any(isinstance(one, dict) and not _ENTITY.isdisjoint(one) for one in entities)
 
 
 def _is_squad(value: Any) -> bool:

@@ -32,7 +32,7 @@ class NoSplitError(UserError):
 class TableForm:
     """What a task file says of the form of its tables, where it is not found."""
 
-    columns: Mapping[str, int] = field(default_factory=dict)  # word, tag: from 1, or from the end
+    columns: Mapping[str, int] = field(default_factory=dict)  # of files of 0.2.0; not used
     encoding: str = ""
     delimiter: str = ""
     quoted: bool | None = None

@@ -24,6 +24,7 @@ from deberta_ds.config.run_config import RunConfig, SourceConfig
 from deberta_ds.config.toml_files import non_default_texts
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.layout import CheckpointError
+from deberta_ds.engine.optim import thaw_factor
 from deberta_ds.engine.state import check_restorable
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.kernels import kernel_table
@@ -150,6 +151,11 @@ def _frozen_lines(run: RunConfig, precision: str) -> list[str]:
     lines = [f"frozen {until}: {format_count(sum(sizes[name] for name in names))} parameters"
              for until, names in (("all along", frozen),
                                   (f"before step {run.train.freeze_steps:,}", waiting)) if names]
+    if waiting and run.optim.name in ("adamw", "muon") and (
+            factor := thaw_factor(run.optim, run.train.freeze_steps)) > 1.05:
+        lines.append(f"{'WARNING: ' * (factor > 2)}train.freeze_steps: with optim.betas = "
+                     f"{list(run.optim.betas)} the first updates of what was frozen are up to "
+                     f"{factor:.1f} learning rates; a smaller second beta lowers it")
     if frozen and not precision.startswith("fp32"):
         lines.append(f"WARNING: frozen parts have no fp32 copy and are rounded to {precision}, in "
                      "exports too; to keep them, write torch_autocast for it in the DeepSpeed JSON")

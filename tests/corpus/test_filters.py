@@ -21,6 +21,7 @@ from data_helpers import (
 
 from deberta_ds.base import own_code
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.json_files import read_json
 from deberta_ds.corpus.documents import Document
 from deberta_ds.corpus.filter_rules import (
     FilterRules,
@@ -31,7 +32,7 @@ from deberta_ds.corpus.filter_rules import (
     RepetitionRules,
     read_rules,
 )
-from deberta_ds.corpus.filters import Filters, try_filters
+from deberta_ds.corpus.filters import Filters, report_lines, try_filters
 from deberta_ds.corpus.quality import (
     Text,
     _Runs,
@@ -43,7 +44,6 @@ from deberta_ds.corpus.quality import (
     without_lines,
 )
 from deberta_ds.data.shards import read_manifest
-from deberta_ds.report.small_pages import write_filters_page
 from deberta_ds.tokenizer.text import letter_share
 
 FILTERS = Path(__file__).parents[2] / "data_prep/filters"
@@ -262,13 +262,14 @@ def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tm
     assert len(examples) == 20 and all(text in texts for _, text in examples)
     tried = try_filters(units, tmp_path / "try", rules, read=READ, tokenizer=tiny_tokenizer())
     assert {**tried, "rules": 0} == {**report, "rules": 0}
-    page = write_filters_page(tmp_path / "try").read_text()
-    assert "function: no_foxes" in page and str(source) in page and tried["summary"] in page
+    page = "\n".join([*report_lines(tried), tried["summary"]])
+    assert "function: no_foxes" in page and str(source) in page
+    assert "9 documents changed, 9 times  masked: email" in page
     tokens = [sum(map(len, map(tiny_tokenizer().encode, found))) for found in (
         [text for text in texts if "fox" in text], texts)]
     assert f"{tokens[0]:,} of {tokens[1]:,} tokens ({tokens[0] / tokens[1]:.1%})" in page
     (tmp_path / "own.py").write_text("def no_foxes(text):\n    return text\n")
-    own_code._module.cache_clear()  # as in another process
+    own_code._LOADED.clear()  # as in another process
     with pytest.raises(UserError, match="other inputs or options"):
         tokenize(units, tmp_path / "1", filters=rules)
 
@@ -280,4 +281,5 @@ def test_half_a_character_among_the_examples_does_not_break_the_report(own, tmp_
     tokenize(units, tmp_path / "out", filters=rules)
     try_filters(units, tmp_path / "try", rules, read=READ)
     for name in ("out", "try"):
-        assert "a fox \\ud800 of \U0001f98a" in write_filters_page(tmp_path / name).read_text()
+        report = read_json(tmp_path / name / "filters.json")
+        assert "a fox \\\\ud800 of \U0001f98a" in "".join(report_lines(report))

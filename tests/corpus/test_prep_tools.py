@@ -1,6 +1,7 @@
 """Tokenizer training, the docstring corpus, and what shows a corpus: stats, show, verify."""
 
 import dataclasses
+import importlib
 import json
 import random
 import re
@@ -21,13 +22,9 @@ from data_helpers import (
     tokenizer_path,
     write_json_lines,
 )
+from launching import ROOT
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.docstrings import (
-    installed_python_files,
-    pinned_python_files,
-    write_docstrings,
-)
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import TokenizerRecipe
@@ -115,22 +112,28 @@ def test_languages_are_sampled_by_temperature(tmp_path, temperature):
         languages_of(units, ReadOptions(label_key="tongue"), 100_000, temperature)
 
 
-def test_docstrings_are_deduplicated_english(tmp_path):
-    files = [path for path in installed_python_files() if "/email/" in path or "/http/" in path]
-    counts = write_docstrings(files, tmp_path, max_bytes=10**6, heldout_share=0.3, workers=1)
+@pytest.fixture
+def docstrings(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "data_prep"))
+    return importlib.import_module("docstrings")
+
+
+def test_docstrings_are_deduplicated_english(tmp_path, docstrings):
+    files = [path for path in docstrings.installed_files() if "/email/" in path or "/http/" in path]
+    said = docstrings.write(files, tmp_path, 10**6, 0.3, workers=1)
     records = [json.loads(line) for name in ("train", "heldout")
                for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
     texts = [record["text"] for record in records]
-    assert len(texts) == len(set(texts)) == counts["train"] + counts["heldout"] > 20
+    assert len(texts) == len(set(texts)) == sum(map(int, re.findall(r"(\d+) [th]", said))) > 20
     assert all(text == normalise(text) and len(text) >= 200 for text in texts)
     assert not any(record["id"].startswith("/") for record in records)
 
 
-def test_docstrings_of_pinned_packages_are_the_same_everywhere(tmp_path):
+def test_docstrings_of_pinned_packages_are_the_same_everywhere(tmp_path, docstrings):
     """Files of the named packages alone, whatever else is installed; another version is said."""
     version = metadata.version("networkx")
     (tmp_path / "constraints.txt").write_text(f"# pins\nnetworkx=={version}\nnumpy==0.1\n")
-    files, notes = pinned_python_files(tmp_path / "constraints.txt")
+    files, notes = docstrings.pinned_files(tmp_path / "constraints.txt")
     packages = {Path(path).relative_to(sysconfig.get_paths()["purelib"]).parts[0]
                 for path in files}
     assert {"numpy", "networkx"} <= packages <= {

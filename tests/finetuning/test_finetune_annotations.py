@@ -3,16 +3,18 @@
 import dataclasses
 import json
 import random
+import runpy
 
 import data_helpers
 import pytest
+from launching import ROOT
 from superglue_helpers import predict, save_random, tiny_start, write_lines
 from test_finetune_own import BY_HEART, train, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import encode, token_range
-from deberta_ds.tasks.annotations import flat, words_in
+from deberta_ds.tasks.annotations import words_in
 from deberta_ds.tasks.metrics import spans_of
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
@@ -45,8 +47,13 @@ FORMS = {
 }
 
 
+CONVERT = runpy.run_path(str(ROOT / "examples/convert_annotations.py"))
+
+
 def load(directory, rows: list, label: str = "label", **more):
     path = write_task(directory, "tags", rows, texts=["text"], label=label, **more)
+    converted = list(CONVERT["rows_of"](str(path.parent / "train.jsonl"), {}))
+    write_task(directory, "tags", converted, texts=["text"], label=label, **more)
     task, said = load_own_task(path)
     return task, read_split(task, ".", "train").examples, said
 
@@ -64,7 +71,8 @@ def test_entities_of_annotation_tools(tmp_path, name):
     if isinstance(row, list):  # the same over many lines, and as one line
         for indent in (None, 1):
             (tmp_path / "train.json").write_text(json.dumps([row, none], indent=indent))
-            assert load(tmp_path, [], label, train="train.json")[1] == (example, empty)
+            rows = list(CONVERT["rows_of"](str(tmp_path / "train.json"), {}))
+            assert load(tmp_path, rows, label)[1] == (example, empty)
     tags = dict(zip(((span.start, span.end) for span in example.spans), example.label, strict=True))
     named = {place: task.labels[tag] for (place, _), tag in tags.items() if tag}
     assert named == {2: "B-PER", 18: "B-LOC", **dict.fromkeys(range(3, 8), "I-PER"),
@@ -115,9 +123,10 @@ def test_rejected_and_unlabelled_texts_are_left_out_by_name(tmp_path):
     assert len(load(tmp_path, rows, "spans", ignore_labels=[""])[1]) == 1
     chosen = {"type": "choices", "from_name": "mood", "value": {"choices": ["good"]}}
     row = {"data": {"text": "abc"}, "annotations": [{"result": [chosen]}]}
-    assert flat(row) == {"id": None, "text": "abc", "label": [], "mood": ["good"]}
+    assert CONVERT["flat"](row) == {"id": None, "text": "abc", "label": [], "mood": ["good"]}
     row = {"text": "abc", "label": "sport", "_task_hash": 1}  # a rejected class was one
-    assert flat(row | {"answer": "reject"})["label"] is None and flat(row) == row
+    assert CONVERT["flat"](row | {"answer": "reject"})["label"] is None
+    assert CONVERT["flat"](row) == row
 
 
 @pytest.mark.parametrize(("text", "words"), [

@@ -1,14 +1,17 @@
 """Files with a word per line: the conventions of the corpora that people have."""
 
 
+import runpy
+
 import pytest
+from data_helpers import run_main
+from launching import ROOT
 from test_finetune_own import write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
-from deberta_ds.tasks.tables import each_row, read_table
-from deberta_ds.tasks.task import TableForm
+from deberta_ds.tasks.tables import read_table
 
 MULTICONER = """# id 5239d808-f300-46ea-aa3b-5093040213a3\tdomain=en
 anna _ _ B-PER
@@ -64,6 +67,15 @@ KLUE = """## klue-ner-v1_000000-nsmc\t<경찰:OG> 이 왔다
 다\tO
 
 """
+rows_of = runpy.run_path(str(ROOT / "examples/convert_annotations.py"))["rows_of"]
+
+
+def word_per_line(directory, file: str, **more):
+    """Return a task file of tags whose tables are a converted file."""
+    return write_task(directory, "tags", list(rows_of(str(directory / file), {})),
+                      texts=["tokens"], label="tags", **more)
+
+
 CASES = {
     "MultiCoNER": ("train.conll", MULTICONER, {}, [
         (["anna", "#", "sings"], ["B-PER", "O", "O"]), (["#", "1"], ["O", "O"])]),
@@ -108,8 +120,7 @@ CASES = {
 def test_words_and_tags_of_a_corpus_in_its_own_form(tmp_path, name):
     file, text, columns, wanted = CASES[name]
     (tmp_path / file).write_text(text)
-    found = [(row["tokens"], row.get("tags")) for _, row in
-             read_table(tmp_path / file, form=TableForm(columns=columns))]
+    found = [(row["tokens"], row.get("tags")) for row in rows_of(str(tmp_path / file), columns)]
     if wanted is None:
         assert [tokens for tokens, _ in found] == [["Vamos", "nos", "a", "el", "mar"], ["Hola"]]
     else:
@@ -117,25 +128,34 @@ def test_words_and_tags_of_a_corpus_in_its_own_form(tmp_path, name):
 
 
 @pytest.mark.parametrize(("file", "text", "said"), [
-    ("train.conll", GERMEVAL, r"column 1 counts the words .* columns = {word = 2, tag = 3}"),
-    ("train.conll", CONLLU, r"column 1 counts the words .* columns = {word = 2, tag = 4}"),
+    ("train.conll", GERMEVAL, r"column 1 counts the words .* --word 2 --tag 3"),
+    ("train.conll", CONLLU, r"column 1 counts the words .* --word 2 --tag 4"),
     ("train.txt", CONLL2012.partition("\n")[2], "column 1 is the same in all lines of a sentence"),
-    ("train.annotated", WNUT, r"unknown kind of table.*columns = {word = 1, tag = -1}"),
-    ("train.conll", "B-X\ta\nO\tb\n", r"column 1 has the tags; say columns = {word = 2, tag = 1}"),
+    ("train.conll", "B-X\ta\nO\tb\n", r"column 1 has the tags; say --word 2 --tag 1"),
     ("a.conll", "#FORMAT=WebAnno TSV 3.3\n\n1-1\t0-1\tx\t_\n", "WebAnno's TSV is not read"),
-    ("a.ann", "T1\tPER 0 4\tAnna\n", "a .ann is not read"),
     ("train.conll", "a B-X\nb\n\nc O\n", "train.conll:2: 'b' has 1 columns, most lines of"),
     ("train.conll", "a\tO\n\tO\n\nc\tO\n", "train.conll:2: .* has no word in column 1")])
 def test_a_file_of_other_columns_is_refused(tmp_path, file, text, said):
     (tmp_path / file).write_text(text)
     with pytest.raises(UserError, match=said):
+        list(rows_of(str(tmp_path / file), {}))
+
+
+@pytest.mark.parametrize(("file", "text"), [
+    ("train.annotated", WNUT), ("train.conll", WNUT), ("train.txt", WNUT), ("train", WNUT),
+    ("a.jsonl", '{"text": "Anna", "spans": [{"start": 0, "end": 4, "label": "PER"}]}'),
+    ("b.jsonl", '{"text": "a", "label": "x", "answer": "reject", "_task_hash": 1}'),
+    ("c.json", '[{"data": {"text": "Anna"}, "annotations": [{"result": []}]}]'),
+    ("d.csv", "text,annotation_id\nAnna,7\n"), ("e.jsonl", '["Anna", {"entities": []}]')])
+def test_files_to_convert_name_the_command_that_does(tmp_path, file, text):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(UserError, match="convert it once: ") as refused:
         list(read_table(tmp_path / file))
-
-
-def test_a_sentence_that_cannot_be_read_does_not_hide_the_others(tmp_path):
-    (tmp_path / "a.conll").write_text("a O\nb\n\nc O\nd O\n\n\ne O\nf g h\ni O\n")
-    kinds = [type(row).__name__ for _, row in each_row(tmp_path / "a.conll")]
-    assert kinds == ["UserError", "dict", "UserError"]
+    command = str(refused.value).partition("convert it once: ")[2].split()[1:]
+    assert command[0] == "examples/convert_annotations.py"
+    run_main(*command)
+    rows = [row for _, row in read_table(command[-1])]
+    assert rows and not {"_task_hash", "annotation_id", "answer"} & rows[0].keys()
 
 
 @pytest.mark.parametrize(("file", "text", "metrics", "labels"), [
@@ -144,8 +164,7 @@ def test_a_sentence_that_cannot_be_read_does_not_hide_the_others(tmp_path):
     ("train.txt", "中 B\n国 E\n人 S\n是 S\n北 B\n京 I\n", ("span_f1",), {"B", "E", "S", "I"})])
 def test_tags_without_prefix_are_scored_by_accuracy(tmp_path, file, text, metrics, labels):
     (tmp_path / file).write_text(text)
-    path = write_task(tmp_path, "tags", [], train=file, val=file, texts=["words"], label="pos")
-    task, _ = load_own_task(path)  # a file with a word per line has no names of columns
+    task, _ = load_own_task(word_per_line(tmp_path, file))
     assert task.metrics == metrics and set(task.labels) == labels
     assert read_split(task, ".", "val").examples[0].label
 
@@ -155,7 +174,7 @@ def test_tags_of_which_span_f1_would_count_something_else_are_refused(tmp_path, 
     """An outside tag "_" among B-PER was counted as entities, PER-B by accuracy."""
     (tmp_path / "a.conll").write_text("".join(f"w{n} {part}\n" for n, part in enumerate(
         [*tag.split(), "O", *["B-X"] * (tag[1:2] != "_")])))
-    path = write_task(tmp_path, "tags", [], train="a.conll", val="a.conll", texts=["x"], label="y")
+    path = word_per_line(tmp_path, "a.conll")
     with pytest.raises(UserError, match="the tag '.*' is not of IOB, IOBES, BILOU or BMES .*which "
                        "span_f1 counts.*rename it, or take metrics = "):
         load_own_task(path)
@@ -165,31 +184,10 @@ def test_tags_of_which_span_f1_would_count_something_else_are_refused(tmp_path, 
 
 def test_sentences_without_tags_are_left_out_by_name(tmp_path):
     (tmp_path / "a.conll").write_text("a O\nb B-X\n\nc _\nd _\n")
-    path = write_task(tmp_path, "tags", [], train="a.conll", val="a.conll", texts=["x"], label="y",
-                      ignore_labels=[""])
+    path = word_per_line(tmp_path, "a.conll", ignore_labels=[""])
     split = read_split(load_own_task(path)[0], ".", "train")
     assert [example.sequences for example in split.examples] == [(("a b",),)]
     assert split.left_out == "1 of 2 rows are left out by ignore_labels"
-
-
-def test_columns_in_a_task_file(tmp_path):
-    (tmp_path / "NER-de-train.tsv").write_text(GERMEVAL)
-    table = {"train": "NER-de-train.tsv", "val": "NER-de-train.tsv", "texts": ["tokens"],
-             "label": "tags"}
-    path = write_task(tmp_path, "tags", [], **table)
-    with pytest.raises(UserError, match="has 3; if it has a word per line, .*columns = {word"):
-        load_own_task(path)
-    path.write_text("columns = {word = 2, tag = 3}\n" + path.read_text())
-    task, said = load_own_task(path)
-    assert said == "mine: 3 labels: O (3), B-LOC (1), B-ORG (1)"
-    assert read_split(task, ".", "train").examples[0].sequences == (("Aufgrund seiner DFB",),)
-    for wrong, message in (("{word = 0}", "counted from 1"), ("{words = 1}", "columns.words"),
-                           ("{word = 1, tag = -1}", "column 1 counts the words"),
-                           ("{word = 9}", "has no word in column 9")):
-        path.write_text(path.read_text().partition("\n")[2])
-        path.write_text(f"columns = {wrong}\n" + path.read_text())
-        with pytest.raises(UserError, match=message):
-            load_own_task(path)
 
 
 @pytest.mark.parametrize(("words", "text"), [

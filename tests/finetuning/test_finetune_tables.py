@@ -3,9 +3,11 @@
 import csv
 import gzip
 import json
+import runpy
 from pathlib import Path
 
 import pytest
+from launching import ROOT
 from test_finetune_own import write_task
 
 from deberta_ds.base.errors import UserError
@@ -112,27 +114,13 @@ def test_which_answer_a_label_of_a_choice_names(value, found):
     assert chosen(value, ["7", "dog", "moon"]) == found
 
 
-def test_conll_columns_are_sentences(tmp_path):
-    (tmp_path / "train.conll").write_text(
-        "-DOCSTART- -X- O O\n\nEU NNP I-NP B-ORG\nrejects VBZ I-VP O\n\nPeter NNP I-NP B-PER\n")
-    rows = list(read_table(tmp_path / "train.conll"))
-    assert rows[0][1] == {"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]}
-    assert rows[1][0].endswith("train.conll:6")
-    text = (tmp_path / "train.conll").read_text()
-    for name in ("eng.train", "eng.testa", "eng.testb"):  # CoNLL-2003's own names
-        (tmp_path / name).write_text(text)
-        assert [row for _, row in read_table(tmp_path / name)] == [row for _, row in rows]
-    wide = tmp_path / "wide.txt"
-    wide.write_text("a\u00a0b  O\r\n\u3000c\tB-X\r\n")  # only spaces and tabs part columns
-    assert next(read_table(wide))[1] == {"tokens": ["a\u00a0b", "\u3000c"], "tags": ["O", "B-X"]}
-
-
 def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
     """A WikiANN file has no ending and a language before each token; the Hub has numbers."""
     datasets = pytest.importorskip("datasets")
+    rows_of = runpy.run_path(str(ROOT / "examples/convert_annotations.py"))["rows_of"]
     (tmp_path / "train").write_text("en:Rome\tB-LOC\nen::\tO\nen:a:b\tO\n\nen:He\tO\n")
-    path = write_task(tmp_path, "tags", [], train="train", val="train", texts=["tokens"],
-                      label="tags")
+    path = write_task(tmp_path, "tags", list(rows_of(str(tmp_path / "train"), {})),
+                      texts=["tokens"], label="tags")
     task, said = load_own_task(path)
     assert said == "mine: 2 labels: O (3), B-LOC (1)"
     wanted = read_split(task, ".", "train").examples
@@ -151,14 +139,11 @@ def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
     wikiann = "en:Rome\tB-LOC\nen:.\tO\n"
     for name in ("train.tsv", "train.txt"):  # known by its lines, whatever it is called
         (tmp_path / name).write_text(wikiann)
-        ((_, row),) = read_table(tmp_path / name)
+        (row,) = rows_of(str(tmp_path / name), {})
         assert row == {"tokens": ["Rome", "."], "tags": ["B-LOC", "O"]}
     (tmp_path / "train").write_text(wikiann * 15 + "Oslo\tB-LOC\n")
     with pytest.raises(UserError, match="train:31: the lines before are WikiANN's"):
-        list(read_table(tmp_path / "train"))
-    (tmp_path / "train").write_text("Rome B-LOC\n")
-    with pytest.raises(UserError, match=r"train:1: a file without an ending is read as WikiANN's"):
-        list(read_table(tmp_path / "train"))
+        list(rows_of(str(tmp_path / "train"), {}))
 
 
 @pytest.mark.parametrize(("tags", "spans"), [
@@ -179,7 +164,7 @@ def test_spans_are_those_of_conlleval(tags, spans):
     assert spans_of(tags) == spans
 
 
-RECIPES = Path(__file__).parents[2] / "launch" / "runs" / "tasks"
+RECIPES = ROOT / "launch" / "runs" / "tasks"
 
 
 def recipe(name: str, directory: Path):
@@ -203,7 +188,7 @@ def test_swag_race_and_conll_are_read_in_their_own_formats(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
     (example,) = read_split(recipe("race", tmp_path), ".", "train").examples
     assert example.sequences[3] == ("It rained all day.", "What fell? Dust.") and example.label == 1
-    (tmp_path / "train.txt").write_text("-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\nran VB B-VP O\n")
+    (tmp_path / "train.jsonl").write_text('{"tokens": ["EU", "ran"], "tags": ["B-ORG", "O"]}\n')
     task = recipe("conll2003", tmp_path)
     (example,) = read_split(task, ".", "train").examples
     assert task.labels == ("O", "B-ORG") and example.label == (1, 0)

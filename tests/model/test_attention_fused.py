@@ -16,13 +16,12 @@ import torch
 
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
 
+from deberta_ds.model import choose as choosing  # noqa: E402
 from deberta_ds.model.attention import dispatch  # noqa: E402
 from deberta_ds.model.attention.geometry import Geometry  # noqa: E402
 from deberta_ds.model.attention.reference import reference_attention  # noqa: E402
 from deberta_ds.model.kernels import (  # noqa: E402
-    attention_check,
-    fused_checks,
-    kernel_table,
+    checks,
 )
 from deberta_ds.model.kernels.attention import _facts, _facts_once, tiles  # noqa: E402
 
@@ -117,7 +116,7 @@ def test_steps_of_a_model_through_the_kernels_under_zero():
 
 def test_every_tile_is_in_the_table():
     for capability in ((8, 0), (9, 0), (10, 0)):
-        for size in (16, 32, 64, kernel_table.LARGEST_HEAD):
+        for size in (16, 32, 64, choosing.LARGEST_HEAD):
             for length in (512, 8192):
                 kinds = [*product(("forward", "key"), (False, True)), ("query", False)]
                 for direction, gathered in kinds:
@@ -137,7 +136,7 @@ def test_what_the_choice_is_told(monkeypatch, rows, length, geometry, wanted):
         told.append(arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kernel_table, "pick", choose)
+    monkeypatch.setattr(choosing, "pick", choose)
     q = torch.zeros(1).expand(rows, 2, length, 64)
     with pytest.raises(KeyboardInterrupt):
         dispatch.attend(q, q, q, torch.zeros(2, 4, 64), None, segments=torch.ones(1),
@@ -169,27 +168,21 @@ def test_facts_of_segments_that_were_changed_in_place_are_made_again():
 @pytest.mark.parametrize("long", [False, True])
 def test_the_check_finds_a_wrong_kernel(monkeypatch, long):
     for name in ("SHORT", "LONG"):  # of as many problems, but small ones
-        monkeypatch.setattr(attention_check, name, tuple(
+        monkeypatch.setattr(checks, name, tuple(
             rows._replace(length=60, batch=2, heads=2, gathered=rows.gathered and 10)
-            for rows in getattr(attention_check, name)))
+            for rows in getattr(checks, name)))
     calls = []
+    asked = choosing.Request(torch.device("cpu"), torch.bfloat16, 16, long=long)
 
     def compare(wrong):
         def fused(*tensors, keep_terms=False, **options):
             calls.append((options["dropout"], keep_terms))
             return wrong(reference_attention(*tensors, **options))
 
-        return attention_check.compare(torch.device("cpu"), torch.bfloat16, 16, long, fused)[0]
+        return checks.attention(asked, fused)[0]
 
     assert compare(lambda context: context) < 1e-2 < 9e-2 < compare(lambda context: context * 1.1)
     assert math.isnan(compare(lambda context: context * torch.nan))
     with pytest.raises(RuntimeError):
         compare(lambda context: context[:, :1])
     assert {(0.1, False), (0.0, False), (0.1, True)} == set(calls)
-
-
-def test_checks_depend_on_files_that_exist():
-    lists = (attention_check.SOURCES, fused_checks.LOSS_SOURCES, fused_checks.NORM_SOURCES)
-    assert all(path.is_file() for sources in lists for path in sources)
-    names = {path.name for path in attention_check.SOURCES}
-    assert {"backward.py", "forward.py", "position_bias.py", "tiles.json", "dropout.py"} <= names

@@ -27,16 +27,19 @@ from torch.utils._pytree import tree_iter  # noqa: E402
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig  # noqa: E402
 from deberta_ds.finetuning.features import FeatureBatch  # noqa: E402
 from deberta_ds.finetuning.heads import TaskModel  # noqa: E402
-from deberta_ds.model import linear_cross_entropy  # noqa: E402
+from deberta_ds.model import (
+    choose,  # noqa: E402
+    linear_cross_entropy,  # noqa: E402  # noqa: E402
+)
 from deberta_ds.model.backbone import Backbone  # noqa: E402
 from deberta_ds.model.encoder import Encoder  # noqa: E402
-from deberta_ds.model.kernels import kernel_check, kernel_table  # noqa: E402
+from deberta_ds.model.kernels import kernel_check  # noqa: E402
 from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
 from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
 from deberta_ds.objectives.rtd_cached import CachedRtdModel  # noqa: E402
 from deberta_ds.planner.activations import _first_ids  # noqa: E402
-from deberta_ds.tasks.settings import Settings  # noqa: E402
-from deberta_ds.tasks.task import HeadKind, task_named  # noqa: E402
+from deberta_ds.tasks.settings import Settings  # noqa: E402  # noqa: E402
+from deberta_ds.tasks.task import HeadKind, task_named  # noqa: E402  # noqa: E402
 
 SHAPE = dict(vocab_size=208, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128,
              max_position=64, position_buckets=8)
@@ -143,10 +146,10 @@ def fake_card(monkeypatch):
     for stand_in in stand_ins:
         monkeypatch.setattr(*stand_in)
     monkeypatch.delenv(kernel_check.OFF, raising=False)
-    kernel_table._pick.cache_clear()
+    choose._pick.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True), OneDevice():
         yield
-    kernel_table._pick.cache_clear()
+    choose._pick.cache_clear()
 
 
 def built(make: Callable[[], torch.nn.Module], precision: str) -> torch.nn.Module:

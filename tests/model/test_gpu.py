@@ -73,9 +73,10 @@ def test_rows_within_the_relative_table(size, heads):
     (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
     (torch.float16, torch.float16), (torch.float32, torch.float32)])
 def test_layer_norm_and_gelu(update, hidden, width):
-    from deberta_ds.model.kernels import fused_checks, kernel_check
+    from deberta_ds.model.choose import Request
+    from deberta_ds.model.kernels import checks, kernel_check
 
-    error, where = fused_checks.compare_norm(torch.device("cuda"), update, hidden, width)
+    error, where = checks.norm(Request(torch.device("cuda"), update, width, hidden))
     assert error <= kernel_check.TOLERANCES[update], where
 
 
@@ -111,11 +112,13 @@ def test_tensors_on_another_card_than_the_current_one():
 
 @pytest.mark.parametrize("long", [False, True])
 def test_the_check_of_auto_passes_in_seconds(long, monkeypatch, tmp_path):
-    from deberta_ds.model.kernels import attention_check, kernel_check
+    from deberta_ds.model.choose import Request
+    from deberta_ds.model.kernels import checks, kernel_check
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for when in ("compiles", "compiled", "kept"):
-        found = attention_check.check(torch.device("cuda"), torch.bfloat16, 64, long)
+        found = kernel_check.check(Request(torch.device("cuda"), torch.bfloat16, 64, long=long),
+                                   checks.attention)
         assert found.passed, found.text
         print(f"{when}: {found.text}")
         kernel_check.verdicts.clear()

@@ -22,7 +22,10 @@ from torch.utils._pytree import tree_iter  # noqa: E402
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig  # noqa: E402
 from deberta_ds.data.batch import Row, collate  # noqa: E402
 from deberta_ds.engine import passes  # noqa: E402
-from deberta_ds.model import encoder  # noqa: E402
+from deberta_ds.model import (
+    choose,  # noqa: E402
+    encoder,  # noqa: E402
+)
 from deberta_ds.model.embeddings import InputBlock, TokenEmbedding  # noqa: E402
 from deberta_ds.model.heads import MaskedLmHead, ReplacedTokenHead  # noqa: E402
 from deberta_ds.model.kernels import kernel_table  # noqa: E402
@@ -121,7 +124,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _kind: False)
     monkeypatch.setattr(encoder, "attend", attend)
     first = {one.idea: one for one in reversed(kernel_table.KERNELS)}
-    monkeypatch.setattr(kernel_table, "pick", lambda idea, *_: kernel_table.Choice(first[idea], ""))
+    monkeypatch.setattr(choose, "pick", lambda idea, *_: choose.Choice(first[idea], ""))
 
 
 @pytest.mark.parametrize("kind", ["mlm", "rtd"])

@@ -1,7 +1,6 @@
 """The check of a kernel in a process of its own: how it ends, and where a pass is kept."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import temporary_directory
+from deberta_ds.model.choose import Request
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.kernels.kernel_check import Verdict
 
@@ -26,8 +26,9 @@ def check(monkeypatch, tmp_path):
         script.write_text(f"#!/bin/sh\ncat > /dev/null\necho run >> {tmp_path}/runs\n{commands}\n")
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
-        return kernel_check.check(torch.device("cpu"), torch.bfloat16, "kind", [*sources],
-                                  partial(print))
+        monkeypatch.setattr(kernel_check, "SOURCES", sources)
+        kernel_check._digest.cache_clear()
+        return kernel_check.check(Request(torch.device("cpu"), torch.bfloat16, 16), print)
 
     monkeypatch.setattr(kernel_check, "verdicts", {})
     yield check

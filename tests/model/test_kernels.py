@@ -8,9 +8,10 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model import choose
+from deberta_ds.model.choose import Request, load, pick
 from deberta_ds.model.embeddings import loss_function
 from deberta_ds.model.kernels import kernel_check, kernel_table
-from deberta_ds.model.kernels.kernel_table import Request, pick
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -29,11 +30,11 @@ def card(monkeypatch):
         verdict = kernel_check.Verdict(passed, "checked" if passed else "on node1: off by 1.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(kernel_check, "check", lambda *arguments: verdict)
-        kernel_table._pick.cache_clear()
+        choose._pick.cache_clear()
 
     pretend()
     yield pretend
-    kernel_table._pick.cache_clear()
+    choose._pick.cache_clear()
 
 
 def request(idea: str, device=GPU, dtype=HALF, **more) -> Request:
@@ -91,7 +92,7 @@ def test_on_a_card_triton_runs_or_nothing_does(card):
 def test_what_cannot_run_says_why(card, idea, more, reason):
     choice = pick(idea, request(idea, **more))
     assert choice.name not in ("fused", "shared") and f": {reason}" in choice.why
-    if idea in kernel_table.OPTIONS:
+    if idea in choose.OPTIONS:
         with pytest.raises(UserError, match=f"= 'fused' cannot run here: {reason}; use 'auto' or "):
             pick(idea, request(idea, **more), "fused")
 
@@ -117,7 +118,7 @@ def test_kernels_by_name(card):
 def test_everything_that_runs_here_can_be_loaded(card):
     for kernel in kernel_table.KERNELS:
         if not kernel.check:
-            assert kernel.load() is None or callable(kernel.load())
+            assert load(kernel.place) is None or callable(load(kernel.place))
 
 
 def test_choices_of_a_model_in_a_line(card):

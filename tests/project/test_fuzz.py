@@ -26,9 +26,6 @@ WRITERS = {  # every command that writes: what it writes first
         "--task", "CB", "--model", "hf", "--data", "superglue", "--any_size", "--out", "new",
         "--all.epochs=1", "--all.max_length=64")), "new/CB/seed-1/"),
     "report": (Command("launch/report.py", ("--run", "out", "--out", "new")), "new"),
-    "plan": (Command("launch/plan.py", (
-        "--config", "run.toml", "--deepspeed_config", "ds.json", "--gpu", "h200", "--gpus", "1",
-        "--html", "new")), "new"),
     "train tokenizer": (Command("data_prep/train_tokenizer.py", (
         "train.jsonl", "--vocab_size", "400", "--out", "new")), ".tsv"),
     "tokenize": (Command("data_prep/tokenize_corpus.py", ("train.jsonl", "--out", "new", *PREPARE)),

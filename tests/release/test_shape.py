@@ -114,6 +114,15 @@ def test_a_run_takes_the_shape_of_its_source(tmp_path, run_file, family, to):
         0].objective.generator_layers == 0
 
 
+def test_an_own_objective_with_a_generator_follows_that_of_its_source(tmp_path, run_file):
+    """Only the kind "rtd" did."""
+    write_ours(make_release("v3", generator_layers=3), tmp_path / "source")
+    (tmp_path / "own.py").write_text("from deberta_ds.objectives.rtd import *\n")
+    run, _ = load(run_file, f"--out_dir={tmp_path}/out", f'--init.from={tmp_path / "source"}',
+                  f"--objective.kind={tmp_path}/own.py")
+    assert run.objective.generator_layers == 3 and run.objective.mask.max_ngram == 1
+
+
 def test_a_generator_beside_says_its_depth(tmp_path, run_file):
     for name, family, layers in (("source", "v3", 2), ("other", "v3", 3)):
         write_ours(make_release(family, generator_layers=layers), tmp_path / name)

@@ -82,13 +82,13 @@ def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
 
 
 def test_a_card_says_what_its_publisher_says(tmp_path):
-    """The sample of a German model was English, and its corpora had the names of local paths."""
+    """Its corpora had the names of local paths."""
     run = make_checkpoint(tmp_path / "run")
     text, metadata = exported(tmp_path, run, license="apache-2.0", language=["de"],
                               dataset=["me/web", "me/books"])
     assert metadata["license"] == "apache-2.0" and metadata["language"] == ["de"]
     assert metadata["datasets"] == ["me/web", "me/books"] and "| me/web | 75.0%" in text
-    assert "Paris ist die [MASK] von Frankreich." in text and "France" not in text
+    assert "1, 2, [MASK], 4, 5" in text and "France" not in text
     assert "## Limitations" in text and "for these languages alone: de." in text
     assert "`pretraining_heads.safetensors` (" in text and "# license" not in text
     one = model_card.Publisher(dataset=["me/web"])

@@ -18,6 +18,7 @@ from report_cases import (
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import format_value
+from deberta_ds.base.own_code import digest
 from deberta_ds.cluster import lock
 from deberta_ds.report import charts, run_pages, tables
 from deberta_ds.report.run_pages import filled_masks
@@ -64,6 +65,23 @@ def test_page_has_every_section_and_its_numbers_equal_the_input(tmp_path):
     assert "&lt;sample&gt;" in text and "<sample>" not in text
     assert "resumed at step 200" in page.text and text.count('class="mark"') == text.count(
         '<span class="mark-label"') > 0
+
+
+def test_a_run_whose_own_objective_was_edited_has_no_page(tmp_path):
+    """It was drawn with the edited file, without a word."""
+    own = tmp_path / "own.py"
+    own.write_text("from deberta_ds.objectives.rtd import *\n")
+    directory = make_run(tmp_path / "demo", make_records())
+    values = json.loads((directory / "config.json").read_text())
+    values["run"]["objective"]["kind"] = str(own)
+    for known, expected in ((digest("", str(own)), None), ("0" * 64, "own.py: has changed since")):
+        (directory / "config.json").write_text(
+            json.dumps(values | {"content_hashes": {str(own): known}}))
+        if expected is None:
+            read_run(directory)
+        else:
+            with pytest.raises(UserError, match=expected):
+                read_run(directory)
 
 
 def test_a_masked_lm_run_has_no_discriminator_and_needs_no_extras(tmp_path):
@@ -304,8 +322,9 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
         ("config.json", "[]", "config.json: the file: input should be an object"),
         ("config.json", '{"run": 1}', "config.json: run: input should be an object"),
         ("config.json", '{"run": {"objective": {"kind": "rtd"}}}', "run.name: field required"),
-        ("config.json", json.dumps(make_config("demo", "x")), "run.objective.kind = 'x' is not an"),
-        ("config.json", json.dumps(make_config("demo", "rtd", train={"steps": "9"})
+        ("config.json", json.dumps(make_config("demo", "x")), "objective.kind: .*'x' is unknown"),
+        ("config.json", json.dumps(make_config("demo", "rtd", train={
+            "steps": "9", "global_batch_size": 8, "micro_batch_size": 8})
                                    | {"origins": {"a": 1}}), "run.train.steps: .*origins.a: "),
         ("config.json", "[" * 100_000, "config.json: not valid JSON"),
         ("summary.json", '[{"stage": "a"}]', "summary.json: 0.what: field required"),

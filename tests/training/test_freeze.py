@@ -11,14 +11,16 @@ from deberta_ds.checkpoint.find import path_of
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.config.options import ConfigError
+from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.engine.optim import learning_rate
+from deberta_ds.engine.optim import learning_rate, thaw_factor
 from deberta_ds.model.init import init_parameters
 from deberta_ds.model.parts import layer_shares
 from deberta_ds.objectives.build import build_model, freeze_problems, held_parameters
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.check import check_run
+from deberta_ds.training.start import _frozen_lines
 
 FREEZE = ["embeddings", "layers.0"]
 
@@ -130,6 +132,25 @@ def test_layers_learn_slower_from_the_top_of_each_network(tmp_path):
             ("generator.trunk.encoder.layers.1.ffn_in.weight", 1), ("words.weight", 3),
             ("generator.positions.weight", 3), ("generator.head.bias", 0)):
         assert shares[name] == 0.5**power, name
+
+
+def test_the_log_says_how_far_a_thawed_part_jumps(tmp_path):
+    """With betas (0.9, 0.999) the docs said 1.5 learning rates, and it was up to 6.6."""
+    for betas, expected in (((0.9, 0.999), 6.1), ((0.9, 0.98), 1.6)):
+        optim = OptimConfig(learning_rate=1.0, betas=betas)
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.AdamW([weight], lr=1.0, betas=betas, weight_decay=0.0)
+        moves = []
+        for step in range(2100):
+            weight.grad = torch.full((1,), float(step >= 2000))
+            before = weight.item()
+            optimizer.step()
+            moves.append(before - weight.item())
+        assert max(moves) == pytest.approx(thaw_factor(optim, 2000), rel=1e-3)
+        run, _ = run_config.load(make_run(tmp_path), [f"--optim.betas={list(betas)}"])
+        run = with_train(run, freeze=("embeddings",), freeze_steps=2000)
+        _, line = _frozen_lines(run, "fp32")
+        assert f"up to {expected} learning rates" in line and ("WARNING" in line) == (expected > 2)
 
 
 def test_what_cannot_be_frozen_is_named(tmp_path):

@@ -100,11 +100,9 @@ def against(random: Random, place: Path) -> Case:
 
 
 def pairs(random: Random, place: Path) -> Case:
-    """Minimal pairs, and labelled lines of a probe, broken."""
-    name, kind = random.choice([("pairs.jsonl", "pairs"), ("labelled.jsonl", "probe")])
-    path = place / name
-    change = mutate.jsonl_file(random, path)
-    return Case(random.choice(READERS[kind]), f"{name} {change.text}", (name, "--train"))
+    """Minimal pairs, broken."""
+    change = mutate.jsonl_file(random, place / "pairs.jsonl")
+    return Case(random.choice(READERS["pairs"]), f"pairs.jsonl {change.text}", ("pairs.jsonl",))
 
 
 def _broken(random: Random, directory: Path, commands: list[Command], names: tuple[str, ...]

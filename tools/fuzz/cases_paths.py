@@ -13,7 +13,7 @@ _NAMES = ["a\nb", " ", "\udcff\udcfe", "-x", "x" * 255, "\u202eabc", "%s{0}$(id)
           "a*b", "a'b\"c", "\U0001f600", "a\tb", "a\\b", "#", "a=b", "a,b", "\x1b[31m", "con.",
           "é" * 100, "x" * 300, "run.toml/x", "pipe", "/proc/new", "."]
 _INPUTS = {"shards": "train", "checkpoint": "out", "model": "hf", "microsoft": "ms", "ours": "ours",
-           "pairs": "pairs.jsonl", "probe": "labelled.jsonl", "findings": "found", "page": "out",
+           "pairs": "pairs.jsonl", "findings": "found", "page": "out",
            "finetuned": "sweep/CB/seed-1", "submission": "sweep", "own_task": "tickets.toml",
            "predicted": "tickets.csv"}
 

@@ -85,7 +85,7 @@ READERS: dict[str, list[Command]] = {
                                                "pairs.jsonl", "--out", "new", "--workers", "1"))],
     "plan": [
         Command("launch/plan.py", ("--config", "run.toml", "--deepspeed_config", "ds.json",
-                                   "--gpu", "h200", "--gpus", "1", "--html", "new.html"))],
+                                   "--gpu", "h200", "--gpus", "1"))],
     "replaced": [
         pretrain("--out_dir=new", *cached(*BRIEF, "--init.generator=hf")),
         Command("data_prep/replace.py", ("train", "--generator", "hf", "--out", "replaced",
@@ -98,9 +98,6 @@ READERS: dict[str, list[Command]] = {
         Command("launch/minimal_pairs.py", ("--model", "hf", "--data", "pairs.jsonl", "--out",
                                             "new")),
         pretrain("--out_dir=new", "--evaluate.minimal_pairs=pairs.jsonl", *BRIEF)],
-    "probe": [
-        Command("launch/probe.py", ("--model", "hf", "--train", "labelled.jsonl", "--test",
-                                    "labelled.jsonl"))],
     "checkpoint": [
         pretrain("--train.steps=3"),
         pretrain("--train.steps=3", f"--resume={_STEP}", "--out_dir=new"),

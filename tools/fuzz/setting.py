@@ -121,9 +121,7 @@ def _prepare_more_data(root: Path, server: Server) -> None:
     texts = random_documents(8, 3)
     pairs = [{"sentence_good": text[:40], "sentence_bad": text[40:80] or "x", "paradigm": "p",
               "phenomenon": "f"} for text in texts]
-    labelled = [{"text": text[:60], "label": number % 2} for number, text in enumerate(texts)]
-    for name, records in (("pairs", pairs), ("labelled", labelled)):
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (root / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs))
 
 
 def _prepare_models(root: Path, server: Server) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from deberta_ds.model.attention.dropout import keep_pairs
 from deberta_ds.model.attention.geometry import Geometry, make_band, padded
 from deberta_ds.model.attention.reference import score_scale
-from deberta_ds.model.kernels import kernel_table
+from deberta_ds.model.choose import LONGEST_SHORT, MOST_ELEMENTS, MOST_PROGRAMS, find
 
-_TOO_LARGE = (f"more than {kernel_table.MOST_PROGRAMS:,} sequences times heads, or bias matrices "
+_TOO_LARGE = (f"more than {MOST_PROGRAMS:,} sequences times heads, or bias matrices "
               "of more than 2^31 elements")
 
 
@@ -73,10 +73,10 @@ def _find(k_BHLD: Tensor, queries: int, pos_key_HSD: Tensor | None, pos_query_HS
     (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
     # Bias matrices and the score gradients of gathered queries are indexed with 32 bits.
     elements = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(queries))
-    too_large = batch * heads > kernel_table.MOST_PROGRAMS or elements >= kernel_table.MOST_ELEMENTS
-    return kernel_table.find(
+    too_large = batch * heads > MOST_PROGRAMS or elements >= MOST_ELEMENTS
+    return find(
         "attention", mode, k_BHLD.device, k_BHLD.dtype, size, None,
-        keys > kernel_table.LONGEST_SHORT or band.far,
+        keys > LONGEST_SHORT or band.far,
         (pos_key_HSD is not None, pos_query_HSD is not None), _TOO_LARGE if too_large else "")
 
 

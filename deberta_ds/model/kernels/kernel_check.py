@@ -19,21 +19,23 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from deberta_ds.base import splitmix
 from deberta_ds.base.files import temporary_directory, write_atomic
 
 OFF = "DEBERTA_DS_KERNELS"  # "0": no Triton kernels, torch's operators alone
 OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
 # Relative, of every result: three times what rounding the input dtype costs.
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+SOURCES = (Path(__file__).parents[1], Path(splitmix.__file__))  # what a passed check depends on
 _MOST_SECONDS = 600  # of a check; compiling takes about one minute
 _MOST_CHARACTERS = 8000  # of the error of a compiler, which may print a whole program
 
@@ -55,23 +57,24 @@ def merge(found: dict[str, Verdict]) -> None:
                      if key not in verdicts or not verdict.passed})
 
 
-def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Path],
-          compare: partial[tuple[float, str]]) -> Verdict:
+def check(request: tuple, compare: Callable[..., tuple[float, str]]) -> Verdict:
     """Return whether a kernel agrees with torch's operators; as known here, or kept on this node.
 
-    kind: the kernel and its class of shapes, in words. sources: the files that it and its truth
-    are made of; a change of them, or of this file, asks again. compare() returns the largest
-    relative error and of what it is; it is pickled for the process that runs it.
+    request: what was asked of `choose.pick`. compare(request), a function of `checks`, returns the
+    largest relative error and of what it is; it runs in a process of its own. A change of any file
+    of this folder's parent asks again.
     """
+    device, dtype, size, state, *others, _ = request
     if missing := missing_tools():
         return _failed(device, missing)
-    path = results_file()
-    key = f"{_platform(device)}, kernels {_digest(sources)}, {str(dtype)[6:]}, {kind}"
+    path, types = results_file(), f"{str(dtype)[6:]} into {str(state or dtype)[6:]}"
+    key = (f"{_platform(device)}, kernels {_digest(SOURCES)}, {compare.__name__}, {types}, "
+           f"size {size}, {others}")
     if key not in verdicts and key in (known := _read(path)):
         verdicts[key] = Verdict(True, f"{known[key]}, kept in {path}")
     if key not in verdicts:
         start = time.perf_counter()
-        found = verdicts[key] = _run(device, compare, TOLERANCES[dtype])
+        found = verdicts[key] = _run(request, compare)
         if found.passed:
             _keep(path, _read(path) | {key: found.text})
             seconds = time.perf_counter() - start
@@ -94,12 +97,13 @@ def missing_tools() -> str:
     return "" if header.is_file() else f"Triton finds no {header} (apt install python3-dev)"
 
 
-def _run(device: torch.device, compare: partial[tuple[float, str]], allowed: float) -> Verdict:
+def _run(request: tuple, compare: Callable[..., tuple[float, str]]) -> Verdict:
     """Return the verdict of `compare` in another process; one that dies or hangs is a failure."""
+    device, allowed = request[0], TOLERANCES[request[1]]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, env=environ,
-                              input=pickle.dumps((device, compare)), timeout=_MOST_SECONDS)
+                              input=pickle.dumps((tuple(request), compare)), timeout=_MOST_SECONDS)
     except subprocess.TimeoutExpired:
         return _failed(device, f"it does not end in {_MOST_SECONDS} s")
     said = done.stderr.decode(errors="replace").strip()[-_MOST_CHARACTERS:]
@@ -119,19 +123,13 @@ def _failed(device: torch.device, text: str) -> Verdict:
 
 def _answer() -> None:
     """Be the process that `_run` starts."""
-    device, compare = pickle.load(sys.stdin.buffer)
+    given, compare = pickle.load(sys.stdin.buffer)
+    from deberta_ds.model.choose import Request  # which needs this file
+
+    request = Request(*given)
+    device = request.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        print(json.dumps(compare()))
-
-
-def largest_error(results: list[Tensor], truth: list[Tensor], names: tuple[str, ...]
-                  ) -> tuple[float, str]:
-    """Return the largest relative error of some results (NaN above all), and whose it is."""
-    errors = []
-    for result, right, name in zip(results, truth, names, strict=True):
-        norm = right.double().norm().item()
-        errors.append(((result.double() - right.double()).norm().item() / (norm or 1.0), name))
-    return max(errors, key=lambda item: float("inf") if item[0] != item[0] else item[0])
+        print(json.dumps(compare(request)))
 
 
 def interpreted() -> bool:
@@ -169,9 +167,12 @@ def _platform(device: torch.device) -> str:
     return f"{card}, torch {torch.__version__}, triton {metadata.version('triton')}"
 
 
-def _digest(sources: list[Path]) -> str:
+@cache
+def _digest(sources: tuple[Path, ...]) -> str:
+    """Return a digest of all files that a kernel and its truth are made of."""
     digest = hashlib.sha256()
-    for path in sorted([*sources, Path(__file__)]):
+    for path in sorted(path for source in sources for path in (
+            source.rglob("*") if source.is_dir() else [source]) if path.suffix in (".py", ".json")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -1,180 +1,30 @@
 """Table of kernels: which implementation of attention, cross-entropy, LayerNorm, ... runs where.
 
-`KERNELS` has the implementations of each idea, the best first. `pick` takes the first one that runs
-on the device and in the dtype and whose limits hold; its answer says why the better ones were not
-taken. A Triton kernel must agree with torch's operators on this card (`kernel_check`): where it
-does not, that is an error, not a slower kernel. docs/explanation/attention.md shows the same table.
+`model/choose.py` takes the first one of an idea that runs on the device and in the dtype and whose
+limits hold. docs/explanation/attention.md shows the same table.
 """
-
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from importlib import import_module
-from typing import Any, NamedTuple
 
 import torch
 
-from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import ModelConfig
+from deberta_ds.model.attention.geometry import Geometry, make_band
+from deberta_ds.model.choose import (
+    LARGEST_HEAD,
+    LONGEST_SHORT,
+    MOST_PROGRAMS,
+    OPTIONS,
+    Kernel,
+    Request,
+    names_of,
+    pick,
+)
 from deberta_ds.model.kernels import kernel_check
-from deberta_ds.model.kernels.kernel_check import Verdict
-from deberta_ds.model.precision import DTYPES
 
-_LOG = logging.getLogger("deberta_ds")
-OPTIONS = {"attention": "attention", "cross-entropy": "cross_entropy"}  # keys of [model], by idea
-LARGEST_HEAD = 128  # of fused attention; sizes that are no power of 2 are filled with zeros
-LONGEST_SHORT = 512  # longer sequences may have pairs beyond the reach of the relative table
-MOST_PROGRAMS = 65_535  # along the second axis of a launch: one for each sequence and head
-MOST_ELEMENTS = 1 << 31  # the kernels count in 32 bits
 MOST_COLUMNS = 8192  # a program of LayerNorm holds a whole hidden state
 _ALIGNED = 16  # hidden sizes at which every hidden state begins at a whole vector
-_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALF)
 _GPU, _CPU = ("cuda",), ("cpu",)
-
-
-class Request(NamedTuple):
-    """What a choice depends on: device, types and sizes, no values."""
-
-    device: torch.device
-    dtype: torch.dtype  # of the operands; LayerNorm's and GELU's update
-    size: int  # of a head for attention, otherwise of a hidden state
-    state: torch.dtype | None = None  # LayerNorm's other operand
-    long: bool = False  # attention: with pairs beyond the reach of the relative table
-    terms: tuple[bool, bool] = (True, True)  # attention: content to position, position to content
-    obstacle: str = ""  # what only the caller can see that rules out all but the last
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One implementation of an idea. Without `devices` and `dtypes` it runs everywhere."""
-
-    idea: str
-    name: str
-    place: str = ""  # "module:function" below deberta_ds.model; none: the module's own operators
-    devices: tuple[str, ...] = ()
-    dtypes: tuple[torch.dtype, ...] = ()
-    limits: Callable[[Request], str] | None = None  # why it cannot run, or an empty string
-    check: Callable[[Request], Verdict] | None = None  # of Triton kernels: is it right here?
-    needs: str = ""  # the limits in words, for the documentation
-    by_name_only: bool = False
-
-    def load(self) -> Any:
-        """Return the function, or None. Imported late: Triton need not be installed."""
-        if self.place not in _LOADED:
-            module, name = self.place.split(":")
-            _LOADED[self.place] = getattr(import_module(f"deberta_ds.model.{module}"), name)
-        return _LOADED[self.place]
-
-
-_LOADED: dict[str, Any] = {"": None}  # functions by place
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A kernel, and why it is this one."""
-
-    kernel: Kernel
-    why: str
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    def load(self) -> Any:
-        return self.kernel.load()
-
-
-def find(idea: str, mode: str, *request) -> tuple[str, Any]:
-    """Return the name and the function of the kernel that `pick` picks for `Request(*request)`."""
-    name, place = _find(idea, mode, *request)
-    return name, _LOADED[place]
-
-
-def _find(idea: str, mode: str, *request) -> tuple[str, str]:
-    kernel = pick(idea, Request(*request), mode).kernel
-    kernel.load()
-    return kernel.name, kernel.place
-
-
-_find._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes its result
-
-
-def pick(idea: str, request: Request, mode: str = "auto") -> Choice:
-    """Return the kernel for `idea`: the best that can run, or the one called `mode`.
-
-    Found once for all equal requests. Raises UserError for one that was asked for by name and
-    cannot run here.
-    """
-    return _pick(idea, request, mode, kernel_check.interpreted())
-
-
-@lru_cache
-def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
-    known = [kernel for kernel in KERNELS if kernel.idea == idea]
-    if mode != "auto":
-        return _named(mode, known, request, interpreted)
-    missed: list[str] = []
-    for kernel in (one for one in known if not one.by_name_only):  # the last one runs everywhere
-        problem = _problem(kernel, request, interpreted)
-        if not problem:
-            break
-        missed.append(f"not {kernel.name}: {problem}")
-    why = "; ".join(missed)
-    if kernel.check and not interpreted:
-        verdict = kernel.check(request)
-        if not verdict.passed:
-            raise UserError(_failure(kernel, known[-1], verdict))
-        why = verdict.text
-    if missed and request.device.type == "cuda" and known[0].check:
-        _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea, kernel.name,
-                     known[0].name, why)
-    return Choice(kernel, why)
-
-
-def _failure(kernel: Kernel, other: Kernel, verdict: Verdict) -> str:
-    """Return the error of a kernel that fails its check, and how to go on without it."""
-    remedy = f"set {kernel_check.OFF}=0 (torch's operators for all parts)"
-    if kernel.idea in OPTIONS:
-        remedy = f"--model.{OPTIONS[kernel.idea]}={other.name} in pretraining, or {remedy}"
-    return (f"{kernel.idea}: the {kernel.name} kernel fails its check {verdict.text}\nfix this, or "
-            f"go on without the kernel, several times slower: {remedy}")
-
-
-def _named(mode: str, known: list[Kernel], request: Request, interpreted: bool) -> Choice:
-    option, names = OPTIONS[known[0].idea], [kernel.name for kernel in known]
-    if mode not in names:
-        raise UserError(f"{option} = {mode!r}: choose one of {', '.join(['auto', *names])}")
-    kernel = known[names.index(mode)]
-    if problem := _problem(kernel, request, interpreted):
-        raise UserError(f"{option} = {mode!r} cannot run here: {problem}; use 'auto' or "
-                        f"'{known[-1].name}'")
-    return Choice(kernel, f"{option} = {mode!r}")
-
-
-def _problem(kernel: Kernel, request: Request, interpreted: bool) -> str:
-    """Return what keeps a kernel from running, or an empty string."""
-    if kernel.check and (missing := kernel_check.obstacle(request.device)):
-        return missing
-    if kernel.devices and request.device.type not in kernel.devices and not interpreted:
-        return "no GPU" if kernel.devices == _GPU else f"it is for {' and '.join(kernel.devices)}"
-    # On a card, attention's tiles do not fit into registers in fp32.
-    known = {*kernel.dtypes, *([torch.float32] if interpreted else [])}
-    unknown = {request.dtype, request.state or request.dtype} - known
-    if kernel.dtypes and unknown:
-        return f"it takes {_names(kernel.dtypes)}, not {_names(tuple(unknown))}"
-    found = request.obstacle if kernel.devices else ""
-    return found or (kernel.limits(request) if kernel.limits else "")
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    *first, last = (_NAMES.get(dtype, str(dtype)) for dtype in dtypes)
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-# ------------------------------------------------------------------------------ the table
 
 
 def _head_size(request: Request) -> str:
@@ -192,43 +42,26 @@ def _columns(request: Request) -> str:
     return f"hidden size {request.size} is larger than {MOST_COLUMNS}" if large else ""
 
 
-def _check_attention(request: Request) -> Verdict:
-    from deberta_ds.model.kernels import attention_check
-    return attention_check.check(request.device, request.dtype, request.size, request.long,
-                                 request.terms)
-
-
-def _check_loss(request: Request) -> Verdict:
-    from deberta_ds.model.kernels import fused_checks
-    return fused_checks.check_loss(request.device, request.dtype, request.size)
-
-
-def _check_norm(request: Request) -> Verdict:
-    from deberta_ds.model.kernels import fused_checks
-    return fused_checks.check_norm(request.device, request.dtype, request.state, request.size)
-
-
-_HEADS = f"heads of up to {LARGEST_HEAD}; up to {MOST_PROGRAMS:,} sequences x heads"
-_ROWS = f"hidden size up to {MOST_COLUMNS:,}"
+_NORM = _GPU, _FLOATS, _columns, "kernels.checks:norm"
+_WIDTH = f"hidden size up to {MOST_COLUMNS:,}"
 # The best first; the last of each idea runs everywhere.
 KERNELS = (
     Kernel("attention", "fused", "kernels.attention:fused_path", _GPU, _HALF, _head_size,
-           _check_attention, _HEADS),
+           "kernels.checks:attention",
+           f"heads of up to {LARGEST_HEAD}; up to {MOST_PROGRAMS:,} sequences x heads"),
     Kernel("attention", "tiled", "attention.tiled:tiled_attention", _CPU),
     Kernel("attention", "reference", "attention.reference:reference_attention", by_name_only=True),
     Kernel("attention", "dense", "attention.dense:dense_attention",
            needs="memory for the scores of all pairs"),
     Kernel("cross-entropy", "fused", "kernels.fused_cross_entropy:fused_linear_cross_entropy",
-           _GPU, _HALF, _aligned, _check_loss,
+           _GPU, _HALF, _aligned, "kernels.checks:cross_entropy",
            f"hidden size a multiple of {_ALIGNED}; under 2^31 elements"),
     Kernel("cross-entropy", "chunked", "linear_cross_entropy:linear_cross_entropy"),
-    Kernel("LayerNorm", "fused", "kernels.fused_norm:residual_norm", _GPU, _FLOATS, _columns,
-           _check_norm, _ROWS),
+    Kernel("LayerNorm", "fused", "kernels.fused_norm:residual_norm", *_NORM, _WIDTH),
     Kernel("LayerNorm", "torch"),
-    Kernel("GELU", "fused", "kernels.fused_norm:biased_gelu", _GPU, _FLOATS, _columns,
-           _check_norm, _ROWS),
+    Kernel("GELU", "fused", "kernels.fused_norm:biased_gelu", *_NORM, _WIDTH),
     Kernel("GELU", "torch"),
-    Kernel("dropout", "fused", "kernels.fused_norm:dropout", _GPU, _FLOATS, _columns, _check_norm),
+    Kernel("dropout", "fused", "kernels.fused_norm:dropout", *_NORM),
     Kernel("dropout", "hash", needs="the elements that the kernels drop"),
     Kernel("projections", "fused", "fused_projections:fused_projections", _GPU,
            needs="training without autocast, below ZeRO-3"),
@@ -244,8 +77,6 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
     weights, matmuls: their dtypes, which differ under autocast. length: of a sequence. without:
     ideas that it does not have. Raises UserError for a kernel that fails its check on this card.
     """
-    from deberta_ds.model.attention.geometry import Geometry, make_band
-
     reach = Geometry(model.largest_distance, model.position_buckets).reach
     long = length > LONGEST_SHORT or make_band(reach, length).far
     terms = ("c2p" in model.position_terms, "p2c" in model.position_terms)
@@ -276,4 +107,4 @@ def table() -> list[str]:
     where = {_GPU: "GPU", _CPU: "CPU", (): "everywhere else"}
     return [f"| {one.idea} | `{one.name}` | "
             f"{'only by name' if one.by_name_only else where[one.devices]} | "
-            f"{_names(one.dtypes) if one.dtypes else 'any'} | {one.needs} |" for one in KERNELS]
+            f"{names_of(one.dtypes) if one.dtypes else 'any'} | {one.needs} |" for one in KERNELS]

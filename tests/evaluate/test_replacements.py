@@ -1,19 +1,17 @@
-"""The frozen probe, and discriminators compared on one generator's replacements."""
+"""Discriminators compared on one generator's replacements."""
 
 import dataclasses
-import json
 
 import export_cases
 import numpy as np
 import pytest
 import torch
-from data_helpers import make_corpus, random_documents, run_main, tiny_tokenizer
+from data_helpers import make_corpus, random_documents, tiny_tokenizer
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import eval_sequences
-from deberta_ds.evaluate.probe import features, probe, read_examples
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.ours import write_ours
@@ -83,44 +81,6 @@ def test_models_without_the_heads_are_refused(model, rows, tmp_path):
         score_discriminator(model, tmp_path / "alone", {"": rows})
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_features_are_pooled_states_of_one_text_at_a_time(model, pooling, capsys):
-    loaded, tokenizer = load_backbone(model), tiny_tokenizer()
-    texts = [("A row holds words.", "Numbers like 42."), ("The lazy dog.", "A fox!"), ("It", "is")]
-    found = features(loaded, texts, pooling)
-    for row, (first, second) in zip(found, texts, strict=True):
-        ids = [tokenizer.cls_id, *tokenizer.encode(first), tokenizer.sep_id,
-               *tokenizer.encode(second), tokenizer.sep_id]
-        with torch.no_grad():
-            states = loaded.backbone(torch.tensor([ids]), torch.ones(1, len(ids)).int())[0]
-        expected = states[0] if pooling == "cls" else states[1:-1].mean(0)
-        assert row == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-5)
-    assert "were cut" not in capsys.readouterr().err
-    assert features(loaded, [("word " * 200, "short")], pooling).shape == (1, 32)
-    assert "1 of 1 inputs were cut to the model's 64 positions" in capsys.readouterr().err
-
-
-def test_probe_separates_what_is_separable_and_not_what_is_noise():
-    generator = np.random.default_rng(0)
-    labels = ["no" if k % 2 else "yes" for k in range(300)]
-    noise = generator.normal(size=(300, 5))
-    signal = noise + np.array([[3.0 * (label == "yes")] + [0] * 4 for label in labels])
-    found = probe(signal[:200], labels[:200], signal[200:], labels[200:])
-    assert found["accuracy"] > 0.85 and found["majority"] == 0.5
-    assert found["interval"][0] < found["accuracy"] < found["interval"][1]
-    found = probe(noise[:200], labels[:200], noise[200:], labels[200:])
-    assert found["interval"][0] < 0.5 < found["interval"][1]
-
-
-def test_the_majority_of_equal_classes_is_the_first_by_name():
-    """It was the first of a set, so another one in each process."""
-    states = np.random.default_rng(0).normal(size=(40, 3))
-    found = probe(states, ["b", "a"] * 20, states[:4], ["a", "a", "a", "b"])
-    assert found["majority"] == 0.75
-    with pytest.raises(UserError, match="1 of 4 labels are none of --train's, such as 'A'"):
-        probe(states, ["b", "a"] * 20, states[:4], ["a", "A", "a", "b"])
-
-
 def test_rows_longer_than_a_model_s_positions_are_refused(model, rows):
     longer = [dataclasses.replace(rows[0], input_ids=np.zeros(65, np.int64))]
     with pytest.raises(UserError, match="has 64 positions, but the rows have up to 65 tokens"):
@@ -131,26 +91,3 @@ def test_rows_without_a_masked_token_are_refused(model, rows):
     empty = [dataclasses.replace(row, labels=np.full_like(row.labels, -100)) for row in rows]
     with pytest.raises(UserError, match="the 8 held-out sequences have no masked token"):
         score_discriminator(model, model, {"": empty})
-
-
-@pytest.mark.parametrize("line, message", [
-    ('{"text": " ", "label": 1}', ":2: must have text"),
-    ("{", ":2: not a JSON object"), ("3", ":2: must be a JSON object"),
-    ('{"text": "a"}', ":2: no 'label' .found: text."),
-    ('{"text": 3, "label": 1}', ":2: must have text"),
-    ('{"text": "a", "label": true}', "the label must be"), ("", "2 classes|at least two classes")])
-def test_bad_examples_are_named(tmp_path, line, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"text": "fine", "label": 0}\n' + line + "\n")
-    with pytest.raises(UserError, match=message):
-        read_examples(path, ["text"], "label")
-
-
-def test_the_command_prints_accuracy_next_to_the_majority(model, tmp_path):
-    for name, count in (("train", 24), ("test", 12)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(
-            json.dumps({"sentence": "The lazy dog." if k % 2 else "Numbers like 1917!",
-                        "label": k % 2}) + "\n" for k in range(count)))
-    printed = run_main("launch/probe.py", "--model", model, "--text", "sentence",
-                       "--train", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl")
-    assert json.loads(printed)["accuracy"] == 1.0

@@ -1,0 +1,193 @@
+"""Checks of the Triton kernels on this GPU: small problems through them and torch's operators.
+
+Each takes what was asked of `choose.pick`, and returns the largest relative error (NaN above all)
+and of what it is; see `kernel_check` for when it is asked.
+
+Legend: T target rows, V vocabulary; R rows, C columns; see `attention/dispatch.py` for the others.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deberta_ds.model.attention.geometry import Geometry
+from deberta_ds.model.attention.reference import reference_attention
+from deberta_ds.model.choose import Request, load
+from deberta_ds.model.dropout import DropoutMask
+from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
+
+GEOMETRY = Geometry(512, 256)  # of every released v2 and v3 model
+_LEAST_SAME_SAMPLES = 0.99  # the others lie at an edge between two ids
+_ROWS = 1100  # so that programs of the weights' gradients take several turns
+Found = list[tuple[Tensor, Tensor, str]]  # results, what is right, names
+
+
+class Rows(NamedTuple):
+    """The shape of a test problem, for one kind of kernel."""
+
+    length: int
+    gathered: int | None = None  # gathered queries
+    dropout: float = 0.1
+    keep: bool = False  # save the position terms for backward
+    batch: int = 2
+    heads: int = 2
+
+
+# The last one is large enough that the loop of `table_gradient_kernel` runs twice.
+SHORT = (Rows(300), Rows(300, gathered=40), Rows(300, dropout=0.0),
+         Rows(300, gathered=40, dropout=0.0), Rows(300, keep=True), Rows(100, batch=24, heads=32))
+LONG = (Rows(600), Rows(900, keep=True), Rows(1100), Rows(1100, dropout=0.0),
+        Rows(1100, gathered=40), Rows(1100, gathered=40, dropout=0.0))
+
+
+def _worst(found: Found) -> tuple[float, str]:
+    errors = []
+    for result, right, name in found:
+        norm = right.double().norm().item()
+        errors.append(((result.double() - right.double()).norm().item() / (norm or 1.0), name))
+    return max(errors, key=lambda item: float("inf") if item[0] != item[0] else item[0])
+
+
+def _with_gradients(function: Callable, values: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return a function's result and all gradients."""
+    leaves = [x.detach().clone().requires_grad_() for x in values]
+    out = function(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+def attention(request: Request, fused: Callable | None = None) -> tuple[float, str]:
+    """Check packed sequences; `request.long` ones have pairs beyond the relative table's reach,
+    which other loops take.
+    """
+    fused = fused or load("kernels.attention:fused_path")
+    return _worst([one for rows in (LONG if request.long else SHORT)
+                   for one in _attention_of(request, rows, fused)])
+
+
+def _attention_of(request: Request, rows: Rows, fused: Callable) -> Found:
+    """Compare one problem: packed rows, all but the first with padding."""
+    device, dtype, size, batch, heads = request.device, request.dtype, request.size, *rows[4:]
+    length, queries = rows.length, rows.gathered or rows.length
+    generator = torch.Generator().manual_seed(length)
+
+    def sample(*shape) -> Tensor:
+        values = torch.randn(*shape, generator=generator).to(device, dtype)
+        return values.transpose(1, 2) if len(shape) == 4 else values
+
+    tensors = [sample(batch, queries, heads, size), sample(batch, length, heads, size),
+               sample(batch, length, heads, size),
+               *(sample(heads, GEOMETRY.num_slots, size) for one in request.terms if one)]
+    grad = sample(batch, queries, heads, size).transpose(1, 2)
+    segments = torch.ones(batch, length, dtype=torch.int32)
+    segments[1:, length // 3 :] = 2
+    segments[1:, length - 20 :] = 0
+    columns = None
+    if rows.gathered:
+        columns = torch.randint(0, length, (batch, queries), generator=generator).to(device)
+    seed = torch.ones(1, dtype=torch.int64, device=device)
+
+    def run(function: Callable, *leaves: Tensor) -> Tensor:
+        tables = iter(leaves[3:])
+        given = [next(tables) if one else None for one in request.terms]
+        return function(*leaves[:3], *given, geometry=GEOMETRY, segments_BL=segments.to(device),
+                        query_positions_BQ=columns, dropout=rows.dropout, seed=seed)
+
+    right = _with_gradients(partial(run, reference_attention), [x.float() for x in tensors], grad)
+    result = _with_gradients(partial(run, partial(fused, keep_terms=True) if rows.keep else fused),
+                             tensors, grad)
+    names = ["context", "queries", "keys", "values", *(
+        name for name, one in zip(("position keys", "position queries"), request.terms,
+                                  strict=True) if one)]
+    where = f"{batch} rows of " + (f"{queries} of " if rows.gathered else "")
+    return [(*pair, f"{name} in {where}{length} tokens") for *pair, name in
+            zip(result, right, names, strict=True)]
+
+
+def cross_entropy(request: Request, fused: Callable | None = None) -> tuple[float, str]:
+    """Check the vocabulary loss against the chunked function in fp32."""
+    fused = fused or load("kernels.fused_cross_entropy:fused_linear_cross_entropy")
+    device, dtype, size = request[:3]
+    generator = torch.Generator().manual_seed(size)
+    rows, ids = 300, 1000
+    found: Found = []
+    # Under autocast the bias is in fp32, of which Triton compiles another binary.
+    for temperature, valid, of_bias in ((1.0, 990, dtype), (0.7, 992, torch.float32)):
+        shapes = ((rows, size), (ids, size), (ids,))
+        values = [torch.randn(*shape, generator=generator) for shape in shapes]
+        values[1] *= size**-0.5
+        values = [x.to(device, kind) for x, kind in
+                  zip(values, (dtype, dtype, of_bias), strict=True)]
+        labels = torch.randint(0, valid, (rows,), generator=generator).to(device)
+        uniforms = torch.rand(rows, generator=generator).to(device)
+        samples: list[Tensor] = []
+
+        def run(function: Callable, *leaves: Tensor, keep=samples, temperature=temperature,
+                valid=valid, labels=labels, uniforms=uniforms) -> Tensor:
+            loss, _, sampled = function(*leaves, labels, uniforms, temperature=temperature,
+                                        valid_vocab=valid)
+            keep.append(sampled)
+            return loss
+
+        one = torch.ones((), device=device)
+        result = _with_gradients(partial(run, fused), values, one)
+        right = _with_gradients(partial(run, linear_cross_entropy), [x.float() for x in values],
+                                one)
+        names = ("loss", "gradient of the states", "of the table", "of the bias")
+        found += [(*pair, f"{name} at temperature {temperature}")
+                  for *pair, name in zip(result, right, names, strict=True)]
+        same = (samples[0] == samples[1]).double().mean().item()
+        if same < _LEAST_SAME_SAMPLES:
+            return float("inf"), f"samples ({same:.1%} the same) at temperature {temperature}"
+    return _worst(found)
+
+
+def norm(request: Request) -> tuple[float, str]:
+    """Check LayerNorm, dropout and GELU against torch's operators in fp32."""
+    from deberta_ds.model.kernels import fused_norm
+
+    device, sublayer, size = request[:3]
+    residual = request.state or sublayer
+    generator = torch.Generator().manual_seed(size)
+    key = torch.tensor([123_456_789, 4_000_000_000], device=device)
+    mask = DropoutMask(key, round(0.1 * 2**32))
+
+    def sample(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    values = [sample(sublayer, _ROWS, size), sample(residual, _ROWS, size), sample(residual, size),
+              sample(residual, size)]
+    kept = mask.mask(torch.ones(_ROWS, size, device=device)) * mask.scale
+    grad = sample(residual, _ROWS, size)
+    inner = 4 * size  # of a feed-forward part
+    wide = [sample(sublayer, _ROWS, inner), sample(residual, inner)]
+    wide_grad = sample(sublayer, _ROWS, inner)
+
+    def both(x_RC, y_RC, weight_C, bias_C):
+        once, again = fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, mask)
+        return once * 0.5 + again  # both uses
+
+    def evaluation(x_RC, y_RC, weight_C, bias_C):
+        return fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7)[0]
+
+    def plain(x_RC, y_RC, weight_C, bias_C):
+        return F.layer_norm(x_RC + y_RC, (size,), weight_C, bias_C, 1e-7)
+
+    parts = ("result", "gradient of the sublayer", "of the state", "of the weight", "of the bias")
+    found: Found = []
+    for fused, other, given, gradient, names in (
+            (both, lambda x, *others: plain(x * kept, *others).mul(1.5), values, grad,
+             [f"{part} of LayerNorm" for part in parts]),
+            (evaluation, plain, values, grad,
+             [f"{part} of LayerNorm without dropout" for part in parts]),
+            (lambda x: fused_norm.dropout(x, mask), lambda x: x * kept, values[:1], grad,
+             ["dropout", "its gradient"]),
+            (fused_norm.biased_gelu, lambda x, bias: F.gelu(x + bias), wide, wide_grad,
+             ["GELU", "its gradient", "its bias's gradient"])):
+        found += zip(_with_gradients(fused, given, gradient),
+                     _with_gradients(other, [x.float() for x in given], gradient), names,
+                     strict=True)
+    return _worst(found)
