@@ -4,13 +4,13 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import rank_helpers
+import signal_trials
 from launching import ROOT, deepspeed_json, make_run, options_of
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
@@ -23,9 +23,6 @@ from deberta_ds.training import bad_steps
 from deberta_ds.training import step as train_step
 from deberta_ds.training.bad_steps import SpikeRule
 from deberta_ds.training.step import BadStepError
-
-sys.path.insert(0, str(ROOT / "tools/faults"))
-import signal_table  # noqa: E402
 
 
 @pytest.fixture
@@ -190,7 +187,7 @@ def test_the_shipped_fp16_scale_settles_after_two_overflows(bad_step_runs):
 @pytest.mark.slow
 def test_a_signal_saves_with_the_shipped_workers(tmp_path, launcher, what, code):
     """The loader's worker gets the signal, too; DeepSpeed's launcher ends and leaves its ranks."""
-    result = signal_table.trial(launcher, what, DataConfig.workers, tmp_path)
+    result = signal_trials.trial(launcher, what, DataConfig.workers, tmp_path)
     text = (tmp_path / "log").read_text()
     assert (result.exit_code, result.saved_step) == (code, result.last_step), text[-4000:]
     assert result.last_step >= 3 and result.left_running == 0
@@ -199,7 +196,7 @@ def test_a_signal_saves_with_the_shipped_workers(tmp_path, launcher, what, code)
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_and_says_where_the_run_goes_on(tmp_path):
-    result = signal_table.trial("python", "Ctrl-C twice", DataConfig.workers, tmp_path)
+    result = signal_trials.trial("python", "Ctrl-C twice", DataConfig.workers, tmp_path)
     text = (tmp_path / "log").read_text()
     assert (result.exit_code, result.saved_step, result.left_running) == (130, 0, 0), text[-4000:]
     assert "The same command goes on from step 0" in text and "Traceback" not in text
