@@ -14,11 +14,14 @@ from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
 )
+from launching import make_run
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.toml_files import read_toml
 from deberta_ds.engine import ds_config, engine
+from deberta_ds.engine.engine import keep_nothing_gathered
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "deberta_ds"
@@ -209,3 +212,15 @@ def test_every_private_part_that_the_code_uses_is_on_the_list():
            "device_type", "passes"}
     listed |= {"checkpoint_engine"}  # of which `save` is listed
     assert used - own <= listed, used - own - listed
+
+
+def test_what_deepspeed_is_given_is_the_run_s(tmp_path):
+    run, _ = run_config.load(make_run(tmp_path, global_batch_size="24", micro_batch_size="3"))
+    found = ds_config.resolve(run, {"gradient_clipping": "auto"}, 2)
+    assert {key: found[key] for key in ds_config.RUN_KEYS} == {
+        "train_batch_size": 24, "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 4, "gradient_clipping": run.optim.clip_norm}
+    assert ds_config.matmul_precision({"torch_autocast": {"enabled": True}}) == "bf16"
+    assert ds_config.matmul_precision({"fp16": {"enabled": True}}) == "fp16"
+    zero = keep_nothing_gathered({"zero_optimization": {"stage": 3}})["zero_optimization"]
+    assert zero == {"stage": 3, "stage3_param_persistence_threshold": 0}

@@ -4,11 +4,14 @@ AdamW: Loshchilov and Hutter (arXiv 1711.05101), Algorithm 2. Official Adam: mic
 optims/xadam.py: no bias correction, decoupled decay scaled by the learning rate.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.engine.engine import set_learning_rate
 from deberta_ds.engine.optim import build_optimizer, learning_rate
 
 STEPS, DECAY = 10, 0.1
@@ -75,3 +78,14 @@ def test_parameters_without_gradients_are_in_no_group_and_waiting_ones_apart():
     groups = [(group["waits"], [tuple(p.shape) for p in group["params"]])
               for group in optimizer.param_groups]
     assert groups == [(False, [(5, 7)]), (False, [(5,), (5,)]), (True, [(5,)])]
+
+
+def test_rates_follow_shares_and_wait_until_the_thaw():
+    removed, groups = [], [{"rate_share": 0.5}, {"waits": True}, {"waits": False}]
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups), holds=[
+        SimpleNamespace(remove=lambda: removed.append(1)) for _ in range(2)])
+    set_learning_rate(engine, 2.0, is_thawed=False)
+    assert [group["lr"] for group in groups] == [1.0, 0.0, 2.0] and not removed
+    set_learning_rate(engine, 2.0)
+    assert [group["lr"] for group in groups] == [1.0, 2.0, 2.0]
+    assert len(removed) == 2 and not engine.holds

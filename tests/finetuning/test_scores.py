@@ -15,7 +15,7 @@ from test_finetune_own import rows_of, train, write_task
 from test_metrics_references import labelled, task_of
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import metrics, sweep
+from deberta_ds.finetuning import metrics, predict_file, sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.own import load_own_task
@@ -178,3 +178,31 @@ def test_a_model_that_was_kept_before_its_run_diverged_is_marked(tmp_path):
     saved_model(tmp_path / "model", "CB")
     write_result(SimpleNamespace(out=tmp_path), {"failure": "step 9: the loss is nan"})
     assert load_finetuned(tmp_path / "model").failure == "step 9: the loss is nan"
+
+
+def test_a_constant_up_to_rounding_correlates_with_nothing():
+    rows = np.array([[1.0, 1.0], [1 + 2**-52, 2.0], [1.0, 3.0], [1 + 2**-52, 4.0]])
+    assert metrics.value_of("pearson", task_of("pearson", head="regress"), rows) == 0.0
+
+
+def test_a_gold_answer_of_articles_alone_is_dropped_next_to_another():
+    """As evaluate-v2.0.py: `[a for a in golds if normalize_answer(a)]`, [""] if none is left."""
+    for gold, right in ((("the", "cat"), 0.0), (("the",), 1.0)):
+        example = Example((0,), (("q", "the cat"),), (), gold=gold)
+        assert metrics.score(task_of("em_v2", head="answer"), [example], [""]) == {"em_v2": right}
+
+
+def test_the_majority_of_several_labels_is_above_half_of_the_examples():
+    examples = [Example((n,), (("a",),), label) for n, label in enumerate(
+        [(1, 0, 1), (1, 1, 0), (1, 0, 0), (0, 1, 1)])]
+    task = task_of("micro_f1", head="multilabel", labels="abc")
+    assert metrics.baseline(task, examples) == [(1, 0, 0)] * 4
+
+
+def test_probabilities_are_those_of_classes_or_of_each_label_alone():
+    values = np.array([1.0, -2.0])
+    for head, guess, wanted in (("classify", 0, np.exp(values) / np.exp(values).sum()),
+                                ("multilabel", (1, 0), 1 / (1 + np.exp(-values)))):
+        task = task_of("accuracy", head=head, labels="ab")
+        line = predict_file._predicted(task, None, guess, values, {})
+        np.testing.assert_allclose(list(line["probabilities"].values()), wanted, atol=5e-6)

@@ -249,3 +249,15 @@ def test_two_runs_on_one_out_dir(job):
                                                  root / "third.log"))
     assert third == [0], (root / "third.log").read_text()[-4000:]
     assert not (root / "out" / lock.NAME).exists()
+
+
+def test_a_rollback_goes_on_with_the_losses_of_its_checkpoint(monkeypatch):
+    monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(Path("step-1")))
+    monkeypatch.setattr(bad_steps.find, "load", lambda *_: None)
+    monkeypatch.setattr(bad_steps, "read_run_record", lambda path: SimpleNamespace(
+        recent_losses=[2.0, 3.0]))
+    train = TrainConfig(on_spike="rollback", spike_sigmas=3.0, global_batch_size=8,
+                        micro_batch_size=8, steps=9)
+    found = bad_steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None, [2.0, 3.0, 9.0])
+    found.skip(5, "the loss is nan")
+    assert list(found.spikes.losses) == [2.0, 3.0]
