@@ -253,13 +253,11 @@ def sentencepiece_llama(path: Path) -> Path:
 
 SENTENCEPIECE = {"albert": sentencepiece_albert, "v3": sentencepiece_v3, "t5": sentencepiece_t5,
                  "llama_spm": sentencepiece_llama}
-MAKERS = {
-    "roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": modernbert,
-    "deberta_v1": deberta_v1, "qwen": qwen, "bert": bert,
-    "bert_cased": functools.partial(bert, lower=False), "bert_vocab_txt": bert_vocab_txt,
-    "wordpiece_other": wordpiece_other, "unigram": unigram, "unigram_bytes": unigram_bytes,
-    "llama": llama,
-}
+MAKERS = {"roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": modernbert,
+          "deberta_v1": deberta_v1, "qwen": qwen, "bert": bert,
+          "bert_cased": functools.partial(bert, lower=False), "bert_vocab_txt": bert_vocab_txt,
+          "wordpiece_other": wordpiece_other, "unigram": unigram, "unigram_bytes": unigram_bytes,
+          "llama": llama}
 
 
 @functools.cache

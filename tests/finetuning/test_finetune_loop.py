@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import rank_helpers
 import torch
-from launching import deepspeed_json, python, torchrun
+from launching import ROOT, deepspeed_json, python
 from superglue_helpers import SAMPLE, read_lines, save_random, tiny_start, tokenizer_path
 from test_metrics_references import task_of
 
@@ -25,13 +26,8 @@ from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.settings import Settings, load
 from deberta_ds.finetuning.tasks import TASK_NAMES, TASKS, task_named
 
-QUICK = (
-    "--all.learning_rate=2e-3",
-    "--all.epochs=2",
-    "--all.global_batch_size=6",
-    "--all.dropout=0.0",
-    "--all.head_dropout=0.0",
-)
+QUICK = ("--all.learning_rate=2e-3", "--all.epochs=2", "--all.global_batch_size=6",
+         "--all.dropout=0.0", "--all.head_dropout=0.0")
 
 
 def common(out: Path, *more: str) -> list[str]:
@@ -43,17 +39,9 @@ def test_lower_layers_learn_slower(process_group, tmp_path):
     """One update of Adam moves a weight by its learning rate, less what eps takes."""
     model = build_model(task_named("CB"), tiny_start(), Settings(), 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    given = (
-        "--all.epochs=1",
-        "--all.global_batch_size=36",
-        "--all.train_rows=36",
-        "--all.dropout=0.0",
-        "--all.warmup_share=0.0",
-        "--all.weight_decay=0.0",
-        "--all.learning_rate=1e-3",
-        "--all.layer_decay=0.5",
-        "--all.clip_norm=0.0",
-    )
+    given = ("--all.epochs=1", "--all.global_batch_size=36", "--all.train_rows=36",
+             "--all.dropout=0.0", "--all.warmup_share=0.0", "--all.weight_decay=0.0",
+             "--all.learning_rate=1e-3", "--all.layer_decay=0.5", "--all.clip_norm=0.0")
     sweep.run_all(plan(tmp_path, given=given, num_seeds=1))
     after = load_finetuned(tmp_path / "CB" / "seed-1" / "model").weights
 
@@ -87,8 +75,9 @@ def alone(tmp_path_factory) -> Path:
 def test_any_world_and_zero_stage_trains_and_predicts_alike(ranks, stage, extra, alone, tmp_path):
     """ReCoRD's two validation queries leave ranks without a batch, and CB trains adversarially,
     whose inner gradient must leave the partitions alone. Nothing is doubled, nothing is lost."""
-    torchrun(ranks, "launch/superglue.py", *common(tmp_path), *SHARED, extra, "--deepspeed_config",
-             deepspeed_json(tmp_path / "ds.json", stage), timeout=300)
+    words = [*common(tmp_path), *SHARED, extra, "--deepspeed_config",
+             str(deepspeed_json(tmp_path / "ds.json", stage))]
+    rank_helpers.run(ranks, words, tmp_path / "log", ROOT / "launch/superglue.py")
     for name in ("RTE", "ReCoRD", "CB"):
         one, other = (read_lines(out / name / "seed-1" / "val_predictions.jsonl")
                       for out in (alone, tmp_path))

@@ -221,11 +221,8 @@ def test_the_command_makes_checks_and_refuses(tmp_path):
 
 @needs_real
 def test_a_zip_of_official_size_passes_all_but_record(tmp_path):
-    tests = {
-        task.name: read_split(task, REAL, "test").examples
-        for task in TASKS
-        if task.name != "ReCoRD"
-    }
+    tests = {task.name: read_split(task, REAL, "test").examples for task in TASKS
+             if task.name != "ReCoRD"}
     write_zip(tmp_path / "most.zip", texts(tests), tests, ["ReCoRD"])
     check_zip(tmp_path / "most.zip", tests, ["ReCoRD"])
     with zipfile.ZipFile(tmp_path / "most.zip") as archive:
