@@ -3,8 +3,7 @@
     python benchmarks/data.py speed --text DIR_OF_TXT --scratch DIR   # and: loader, scaling, shards
 
 Times are wall and CPU seconds; on a machine with other load only the CPU seconds mean much, so the
-load average stands next to them. benchmarks/studies/data_memory.py measures memory,
-benchmarks/studies/data_checks.py checks what the pipeline writes.
+load average stands next to them.
 """
 
 import argparse

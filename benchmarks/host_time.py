@@ -75,18 +75,27 @@ class Nothing:
         return lambda *_, **__: None
 
 
-@contextmanager
-def kernels_that_do_nothing():
-    """Take the kernels of a card, whose launches do nothing; their results are zeros."""
+def triton_kernels() -> list[tuple[object, str]]:
+    """Return (module, name) of each."""
     from deberta_ds.model.kernels import fused_cross_entropy, fused_norm
     from deberta_ds.model.kernels.attention import (
         backward,
         blocks,
         forward,
         gathered,
-        ops,
         position_bias,
     )
+
+    return [(module, name) for module in (
+        backward, blocks, forward, gathered, position_bias, fused_norm, fused_cross_entropy)
+        for name in vars(module) if name.endswith("_kernel")]
+
+
+@contextmanager
+def kernels_that_do_nothing():
+    """Take the kernels of a card, whose launches do nothing; their results are zeros."""
+    from deberta_ds.model.kernels import fused_norm
+    from deberta_ds.model.kernels.attention import ops
 
     def pick(idea, _request, mode="auto"):
         return next(choose.Choice(one, "") for one in kernel_table.KERNELS
@@ -99,9 +108,7 @@ def kernels_that_do_nothing():
                  (torch, "empty_like", torch.zeros_like), (torch, "empty", torch.zeros)]
     stand_ins += [(module, "empty_like", torch.zeros_like) for module in (ops, fused_norm)
                   if hasattr(module, "empty_like")]
-    stand_ins += [(module, name, Nothing()) for module in (
-        backward, blocks, forward, gathered, position_bias, fused_norm, fused_cross_entropy)
-        for name in vars(module) if name.endswith("_kernel")]
+    stand_ins += [(module, name, Nothing()) for module, name in triton_kernels()]
     patches = [patch.object(*stand_in) for stand_in in stand_ins]
     for one in patches:
         one.start()

@@ -1,6 +1,6 @@
 """Write docs/reference/configuration.md from the classes: python docs/make_configuration.py
 
-tests/config/test_options.py holds that the page is current.
+tests/config/test_config.py holds that the page is current.
 """
 
 from pathlib import Path

@@ -8,14 +8,10 @@ import pytest
 _OF_THE_GROUP: dict[str, str] = {}  # variables that joining it has set
 
 
-@pytest.hookimpl(trylast=True)  # after the markers of tests/hosts
 def pytest_collection_modifyitems(items):
-    """Long files first, so that no worker of `-n 2 --dist loadfile` is left alone with one.
-
-    Both files of tests/hosts need the one set of fake hosts: side by side, one would only wait.
-    """
+    """Long files first, so that no worker of `-n 2 --dist loadfile` is left alone with one."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path not in long, item.path.name == "test_slurm.py"))
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish():

@@ -1,13 +1,16 @@
 """Helpers that start scripts on several ranks, and a tiny run that trains in seconds."""
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import rank_helpers
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
 # With libaio-dev installed; the compiler runs for minutes once per environment.
@@ -99,20 +102,25 @@ def torchrun(ranks: int, script: str | Path, *arguments, timeout: float = 240,
     """Run `script` on `ranks` ranks of this machine; on failure show what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                f"--nproc_per_node={ranks}", str(script), *map(str, arguments)]
-    return run_command(command, timeout, check)
+    return checked(subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True,
+                                  text=True, timeout=timeout), check)
 
 
 def python(script: str | Path, *arguments, timeout: float = 240, check: bool = True
            ) -> subprocess.CompletedProcess:
-    """Run `script` in one process without a launcher."""
-    return run_command([sys.executable, str(script), *map(str, arguments)], timeout, check)
+    """Run `script` in one process without a launcher, as a fork that has everything imported."""
+    script, words = ROOT / script, [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(ROOT):
+        out, errors = Path(name) / "out", Path(name) / "errors"
+        codes = rank_helpers.wait([rank_helpers.start_alone(script, words, out, errors)], timeout)
+        done = subprocess.CompletedProcess([script, *words], codes[0], *(
+            path.read_text(encoding="utf-8", errors="replace") for path in (out, errors)))
+    return checked(done, check)
 
 
-def run_command(command: list[str], timeout: float, check: bool) -> subprocess.CompletedProcess:
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True,
-                          timeout=timeout)
+def checked(done: subprocess.CompletedProcess, check: bool) -> subprocess.CompletedProcess:
     if check and done.returncode:
-        raise AssertionError(f"{command} exited with {done.returncode}\n{done.stdout[-3000:]}\n"
+        raise AssertionError(f"{done.args} exited with {done.returncode}\n{done.stdout[-3000:]}\n"
                              f"{done.stderr[-6000:]}")
     return done
 

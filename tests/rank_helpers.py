@@ -61,10 +61,18 @@ def start_each(arguments: list[list[str]], log: Path, script: Path = PRETRAIN) -
     for rank, own in enumerate(arguments):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(arguments)),
                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        process = _context.Process(target=_rank_main, args=(str(script), own, env, str(log)))
+        process = _context.Process(target=_rank_main, args=(Path(script), own, env, log, log))
         process.start()
         processes.append(process)
     return processes
+
+
+def start_alone(script: Path, arguments: list[str], out: Path, errors: Path):
+    """Return the started process of a script without a launcher."""
+    _start_server()
+    process = _context.Process(target=_rank_main, args=(script, arguments, {}, out, errors))
+    process.start()
+    return process
 
 
 def wait(processes: list, timeout: float = 900) -> list[int]:
@@ -96,20 +104,20 @@ def run(world_size: int, arguments: list[str], log: Path, script: Path = PRETRAI
     return text
 
 
-def _rank_main(script: str, arguments: list[str], env: dict[str, str], log: str) -> None:
+def _rank_main(script: Path, arguments: list[str], env: dict[str, str], out: Path, errors: Path
+               ) -> None:
     assert "rank_preload" in sys.modules, "the server has loaded nothing"
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     os.environ.update(env)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))  # as Python does
+    for number, path in ((1, out), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))  # as Python does
     code = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     except SystemExit as done:
         code = done.code if isinstance(done.code, int) else int(done.code is not None)
     except BaseException:

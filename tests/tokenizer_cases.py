@@ -16,8 +16,7 @@ from deberta_ds.tokenizer.publish import add_special_tokens
 BRACKETS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
 ANGLES = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 NAMES = ("pad", "cls", "sep", "unk", "mask")
-TEXTS = list(SENTENCES * 4)  # benchmarks/studies/tokenizer_equality.py takes more, and more pieces
-SCALE = 1
+TEXTS = list(SENTENCES * 4)
 
 
 def _train(model, trainer, normalizer=None, pre_tokenizer=None, decoder=None):
@@ -37,7 +36,7 @@ def _settings(names, tokenizer_class, **more) -> dict:
 
 def _byte_level_bpe(special, prefix: bool):
     return _train(
-        models.BPE(), trainers.BpeTrainer(vocab_size=600 * SCALE, special_tokens=list(special),
+        models.BPE(), trainers.BpeTrainer(vocab_size=600, special_tokens=list(special),
                                           show_progress=False,
                                           initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=prefix),
@@ -98,7 +97,7 @@ def qwen(directory: Path) -> Path:
     words = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
              r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     fast = _train(
-        models.BPE(), trainers.BpeTrainer(vocab_size=600 * SCALE, show_progress=False,
+        models.BPE(), trainers.BpeTrainer(vocab_size=600, show_progress=False,
                                           initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
         normalizers.NFC(), pre_tokenizers.Sequence([
             pre_tokenizers.Split(tokenizers.Regex(words), "isolated"),
@@ -122,7 +121,7 @@ def qwen(directory: Path) -> Path:
 def _wordpiece(lower: bool, prefix: str = "##"):
     return _train(
         models.WordPiece(unk_token="[UNK]", continuing_subword_prefix=prefix),
-        trainers.WordPieceTrainer(vocab_size=300 * SCALE, show_progress=False,
+        trainers.WordPieceTrainer(vocab_size=300, show_progress=False,
                                   continuing_subword_prefix=prefix,
                                   special_tokens=["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]",
                                                   "[MASK]"]),
@@ -152,7 +151,7 @@ def unigram(directory: Path) -> Path:
     """Unigram with Metaspace, <s> and </s>, as XLM-RoBERTa."""
     fast = _train(
         models.Unigram(),
-        trainers.UnigramTrainer(vocab_size=400 * SCALE, show_progress=False, unk_token="<unk>",
+        trainers.UnigramTrainer(vocab_size=400, show_progress=False, unk_token="<unk>",
                                 special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"]),
         normalizers.NFKC(), pre_tokenizers.Metaspace(), decoders.Metaspace())
     fast.post_processor = processors.TemplateProcessing(
@@ -166,7 +165,7 @@ def unigram_bytes(directory: Path) -> Path:
     """Unigram that spells in bytes what it does not know; words are parted, then marked."""
     fast = _train(
         models.Unigram(),
-        trainers.UnigramTrainer(vocab_size=400 * SCALE, show_progress=False, unk_token="<unk>",
+        trainers.UnigramTrainer(vocab_size=400, show_progress=False, unk_token="<unk>",
                                 special_tokens=["<pad>", "</s>", "<unk>"]),
         normalizers.Sequence([normalizers.NFKC(),
                               normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]),
@@ -189,8 +188,8 @@ def llama(directory: Path) -> Path:
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     fast = _train(
         models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
-        trainers.BpeTrainer(vocab_size=900 * SCALE, special_tokens=special, show_progress=False,
-                            limit_alphabet=70 * SCALE),
+        trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False,
+                            limit_alphabet=70),
         None, pre_tokenizers.Metaspace(prepend_scheme="always", split=True))
     parts = json.loads(fast.to_str())
     parts["added_tokens"] = parts["added_tokens"][:3]  # byte pieces are pieces, not special tokens
@@ -208,7 +207,7 @@ def llama(directory: Path) -> Path:
 
 
 def _sentencepiece(path: Path, **options) -> Path:
-    model, texts = io.BytesIO(), TEXTS * 5 if SCALE == 1 else TEXTS
+    model, texts = io.BytesIO(), TEXTS * 5
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_writer=model, hard_vocab_limit=False, minloglevel=2,
         num_threads=1, **options)
@@ -226,7 +225,7 @@ def sentencepiece_bpe(path: Path) -> Path:
 
 def sentencepiece_albert(path: Path) -> Path:
     """Unigram with a normalizer; [CLS], [SEP] and [MASK] are ids 2 to 4, unknown text is [UNK]."""
-    return _sentencepiece(path, model_type="unigram", vocab_size=400 * SCALE,
+    return _sentencepiece(path, model_type="unigram", vocab_size=400,
                           normalization_rule_name="nmt_nfkc_cf",
                           pad_id=0, unk_id=1, bos_id=-1, eos_id=-1,
                           control_symbols=["[CLS]", "[SEP]"], user_defined_symbols=["[MASK]"])
@@ -234,33 +233,31 @@ def sentencepiece_albert(path: Path) -> Path:
 
 def sentencepiece_v3(path: Path) -> Path:
     """DeBERTa's special ids, and a normalizer of its own, as the public v2 and v3."""
-    return _sentencepiece(path, model_type="unigram", vocab_size=400 * SCALE,
+    return _sentencepiece(path, model_type="unigram", vocab_size=400,
                           pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
                           bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
 
 
 def sentencepiece_t5(path: Path) -> Path:
     """No token for cls and mask; pieces that a user defined."""
-    return _sentencepiece(path, model_type="unigram", vocab_size=400 * SCALE, pad_id=0, eos_id=1,
+    return _sentencepiece(path, model_type="unigram", vocab_size=400, pad_id=0, eos_id=1,
                           unk_id=2, bos_id=-1, user_defined_symbols=["<extra>", "quick brown"])
 
 
 def sentencepiece_llama(path: Path) -> Path:
     """BPE that keeps line ends and runs of spaces; no token for pad and mask."""
-    return _sentencepiece(path, model_type="bpe", vocab_size=700 * SCALE, byte_fallback=True,
+    return _sentencepiece(path, model_type="bpe", vocab_size=700, byte_fallback=True,
                           normalization_rule_name="identity", remove_extra_whitespaces=False,
                           allow_whitespace_only_pieces=True, user_defined_symbols=["  ", "<tool>"])
 
 
 SENTENCEPIECE = {"albert": sentencepiece_albert, "v3": sentencepiece_v3, "t5": sentencepiece_t5,
                  "llama_spm": sentencepiece_llama}
-MAKERS = {
-    "roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": modernbert,
-    "deberta_v1": deberta_v1, "qwen": qwen, "bert": bert,
-    "bert_cased": functools.partial(bert, lower=False), "bert_vocab_txt": bert_vocab_txt,
-    "wordpiece_other": wordpiece_other, "unigram": unigram, "unigram_bytes": unigram_bytes,
-    "llama": llama,
-}
+MAKERS = {"roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": modernbert,
+          "deberta_v1": deberta_v1, "qwen": qwen, "bert": bert,
+          "bert_cased": functools.partial(bert, lower=False), "bert_vocab_txt": bert_vocab_txt,
+          "wordpiece_other": wordpiece_other, "unigram": unigram, "unigram_bytes": unigram_bytes,
+          "llama": llama}
 
 
 @functools.cache

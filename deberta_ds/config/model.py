@@ -116,7 +116,7 @@ def computed_anywhere(config: ModelConfig) -> ModelConfig:
 # The public DeBERTa models by name: values for ModelConfig.
 #
 # Sources: the released configuration files and microsoft/DeBERTa experiments/. A generator has its
-# discriminator's width and half its depth. tests/config/test_presets.py holds the exact parameter
+# discriminator's width and half its depth. tests/config/test_config.py holds the exact parameter
 # count of each.
 _V1 = {"vocab_size": 50265, "position_buckets": 0, "share_position_projections": False,
        "relative_norm": False, "key_bias": False}

@@ -1,8 +1,9 @@
-"""The Python API: the examples of every docstring run; values agree with references."""
+"""The Python API and the notebooks: examples of docstrings run; values agree with references."""
 
 import doctest
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +190,20 @@ def test_evaluate_takes_the_tokenizer_of_the_checkpoint(names):
 def test_the_package_is_imported_without_torch():
     code = "import sys, deberta_ds; sys.exit(bool({'torch', 'deepspeed'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.slow
+def test_notebooks(process_group, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    for name in ("train_and_look_inside", "adapt_and_finetune"):
+        notebook = json.loads((ROOT / f"examples/{name}.ipynb").read_text())
+        names: dict = {}
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                assert not cell["outputs"], f"{name}: clear the outputs before a commit"
+                code = "".join(cell["source"]).replace("STEPS = 300", "STEPS = 4").replace(
+                    "STEPS = 50", "STEPS = 4")
+                exec(compile(code, name, "exec"), names)
+    printed = capsys.readouterr().out
+    assert "question_or_order" in printed and Path("runs/notebook/hf/model.safetensors").is_file()

@@ -161,6 +161,7 @@ def test_damage_is_found_named_and_skipped(run_dir, name, damage):
     assert found.path == path_of(run_dir, 4)
     assert len(found.skipped) == 1
     assert "step-00000006" in found.skipped[0] and file.name in found.skipped[0]
+    assert ("truncated" in found.skipped[0]) == (damage in ("truncated", "empty"))
     with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
         find.find(run_dir, str(path_of(run_dir, 6)))
 

@@ -1,4 +1,4 @@
-"""kill -9, at a moment nobody chose and within a save; resume under ZeRO-3: bit-identical."""
+"""Resume is bit-identical: after kill -9 at any moment; other ranks and stages: the same losses."""
 
 import os
 import random
@@ -160,3 +160,39 @@ def test_killed_run_resumes_bit_identically(whole, tmp_path, moment):
     second, _ = load_whole_state(out / "checkpoints/step-00000012")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# Functions of a step's place in the run.
+FALLING = ("--objective.mask.rate=0.3", "--objective.mask.final_rate=0.15",
+           "--objective.temperature=2.0", "--objective.final_temperature=0.5",
+           "--train.initial_batch_size=2", "--train.batch_warmup_steps=9")
+
+
+def train_records(out) -> list[dict]:
+    return [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize("kind", ["mlm", "rtd"])
+def test_other_ranks_and_stages_go_on_with_the_same_rows(tmp_path, kind):
+    """One rank, then two under ZeRO-3, then one under ZeRO-2; dropout depends on ranks: none."""
+    run_file = make_run(tmp_path, steps="12", save_every="4", log_every="1", workers="1",
+                        two_layers=True)
+    configs = {stage: deepspeed_json(tmp_path / f"zero{stage}.json", stage) for stage in (1, 2, 3)}
+
+    def run(name: str, ranks: int, stage: int, *options: str) -> str:
+        command = [*options_of(run_file, configs[stage]), f"--objective.kind={kind}",
+                   f"--out_dir={tmp_path / name}", *FALLING, *options]
+        return rank_helpers.run(ranks, command, tmp_path / f"{name}-{stage}.log")
+
+    run("whole", 1, 1)
+    run("moved", 1, 1, "--train.stop_after=4")
+    assert "1 rank" in run("moved", 2, 3, "--train.stop_after=8")
+    assert "2 ranks" in run("moved", 1, 2)
+    whole, moved = train_records(tmp_path / "whole"), train_records(tmp_path / "moved")
+    assert [line["step"] for line in moved] == list(range(1, 13))
+    for line, other in zip(whole, moved, strict=True):
+        for key in ("step", "sequences_seen", "tokens_seen"):
+            assert line[key] == other[key], key
+        for key in line:
+            if key.endswith("loss"):
+                assert other[key] == pytest.approx(line[key], rel=1e-5), (line["step"], key)

@@ -17,7 +17,9 @@ import thread_ranks
 import torch
 from data_helpers import RUN_RECORD
 from launching import deepspeed_json, make_run, options_of
+from safetensors.torch import load_file
 
+from deberta_ds.base import files
 from deberta_ds.checkpoint import find, save, saved_state
 from deberta_ds.checkpoint.find import CheckpointError
 from deberta_ds.checkpoint.run_record import RunRecord
@@ -333,3 +335,65 @@ def test_save_minutes_saves_between_save_every(runs, tmp_path):
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     rank_helpers.run(2, [*options_of(run, ds), "--train.save_minutes=1e-9"], tmp_path / "log")
     assert [p.name[-1] for p in find.list_finished(tmp_path / "out")] == ["2", "4"]
+
+
+RECORD = RunRecord(**RUN_RECORD | {"step": 5, "config": {}})
+
+
+def test_the_manifest_is_written_when_all_else_is_on_the_disk(
+        tmp_path, monkeypatch, engine_state):  # noqa: F811
+    """fsync of every file, then of the directory, the manifest, and the directory above."""
+    path, done, fsync = find.path_of(tmp_path, 5), [], os.fsync
+
+    def noted(descriptor):
+        fsync(descriptor)
+        there = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(there.relative_to(tmp_path).as_posix().split("/step-00000005")[-1])
+
+    monkeypatch.setattr(files.os, "fsync", noted)
+    read = {"spm.model": files.ReadFile(tmp_path / "gone", b"a tokenizer")}
+    save.finish_save(save.begin_save(None, tmp_path, RECORD, 3, read))
+    assert (path / "spm.model").read_text() == "a tokenizer" and not find.problems_of(path)
+    manifest = max(n for n, name in enumerate(done) if find.MANIFEST in name)
+    assert f"/{rank_file(0)}" in done[:manifest] and done[-1] == "checkpoints"
+    done.clear()
+    one = save.Save(path, 3)
+    save._write_manifest(one, [{rank_file(0): {}}])
+    before, temporary, *after = done
+    assert before == "" and find.MANIFEST in temporary and after == ["", "checkpoints"]
+
+
+def test_one_rank_that_cannot_write_is_an_error_on_all(
+        tmp_path, monkeypatch, engine_state):  # noqa: F811
+    write = save.write_stream
+
+    def fail(path, *arguments):
+        if path.name == rank_file(1):
+            raise OSError(5, "Input/output error")
+        return write(path, *arguments)
+
+    monkeypatch.setattr(save, "write_stream", fail)
+
+    def attempt(rank):
+        with pytest.raises(CheckpointError, match="rank 1: "):
+            save.save(None, tmp_path, RECORD, 3)
+        return True
+
+    assert thread_ranks.run(3, attempt) == [True] * 3
+    assert not find.list_steps(tmp_path)
+
+
+def test_an_optimizer_on_nvme_is_written_in_the_foreground(
+        tmp_path, monkeypatch, engine_state):  # noqa: F811
+    monkeypatch.setattr(save, "is_on_disk", lambda engine: True)
+    one = save.begin_save(None, tmp_path, RECORD, 3, in_background=True)
+    assert one.thread is None and one.entries
+
+
+def test_a_stream_of_several_types_is_a_safetensors_file(tmp_path):
+    tensors = {"a": torch.randn(3).bfloat16(), "bcd": torch.randn(5), "e": torch.arange(2)}
+    described = [(name, tensor.dtype, tensor.numel()) for name, tensor in tensors.items()]
+    save.write_stream(tmp_path / "one", described, tensors.items())
+    found = load_file(tmp_path / "one")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert int.from_bytes((tmp_path / "one").read_bytes()[:8], "little") % 8 == 0

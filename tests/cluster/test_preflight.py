@@ -1,10 +1,16 @@
-"""The check of all hosts before a run: who is slow, what is free."""
+"""What is looked at before a run: hosts, driver, variables; who is slow, what is free."""
 
+import runpy
 from pathlib import Path
 
 import pytest
 import rank_helpers
+import torch
+from launching import ROOT
 
+from deberta_ds.base.errors import UserError
+from deberta_ds.cluster import driver
+from deberta_ds.cluster.launcher import RANK_VARIABLES, check_environment
 from deberta_ds.training import rehearsal
 
 WORKER = Path(__file__).parents[1] / "workers/preflight.py"
@@ -45,3 +51,104 @@ def test_room_for_checkpoints_is_counted_where_they_go(tmp_path):
         "GB free, train.keep + 1 checkpoints need 48.0 GB")
     assert "train.keep + 2 checkpoints need 60.0" in rehearsal.room(tmp_path, 10**9, 3, True)
     assert rehearsal.room(tmp_path, 10**15, 3, False).startswith("WARNING: not enough disk space: ")
+
+
+CPU = torch.device("cpu")
+
+
+def test_an_all_reduce_sends_each_byte_nearly_twice(monkeypatch):
+    """As nccl-tests count a bus: 2 (n - 1) / n of the message on each of n ranks."""
+    rates = {}
+    monkeypatch.setattr(rehearsal.dist, "group_of", lambda groups: None)
+    monkeypatch.setattr(rehearsal.dist, "gather_number", lambda value, device: [value] * 5)
+    monkeypatch.setattr(rehearsal, "fastest", lambda action, device: 2.0)
+    monkeypatch.setattr(rehearsal, "_compared", lambda what, found: rates.update(found))
+    rehearsal._inside({"a": [0, 1, 2, 3], "b": [4]}, "a", torch.ones(250), CPU)
+    assert rates == {"a": 1.5 * 1000 / 2}
+
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "4",
+         "CUDA_VISIBLE_DEVICES": "0,1", "DS_ACCELERATOR": "cuda"}
+
+
+@pytest.mark.parametrize("environ", [
+    {}, WHOLE, WHOLE | {"OMP_NUM_THREADS": "4,2"}, WHOLE | {"CUDA_VISIBLE_DEVICES": ""},
+    WHOLE | {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"},
+    {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+     "MASTER_PORT": "0"}])
+def test_what_launchers_set_is_accepted(environ):
+    check_environment(environ)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("RANK", "foo"), ("RANK", "-1"), ("RANK", ""), ("RANK", "2"), ("RANK", "1.0"),
+    ("RANK", "9" * 30), ("RANK", "\u0661"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two"),
+    ("LOCAL_RANK", "x"), ("LOCAL_RANK", "7"), ("LOCAL_WORLD_SIZE", "3"),
+    ("MASTER_PORT", "abc"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536"), ("MASTER_PORT", "-1"),
+    ("MASTER_ADDR", ""), ("MASTER_ADDR", "no such host"), ("OMP_NUM_THREADS", "0"),
+    ("OMP_NUM_THREADS", "many"), ("OMP_NUM_THREADS", "-2"), ("CUDA_VISIBLE_DEVICES", "first"),
+    ("CUDA_VISIBLE_DEVICES", "0,,1"), ("CUDA_VISIBLE_DEVICES", "0,0"), ("DS_ACCELERATOR", "gpu")])
+def test_nonsense_is_named_with_its_value(name, value):
+    with pytest.raises(UserError, match=rf"{name} = ('{value}'|{value} does not|\d does not)"):
+        check_environment(WHOLE | {name: value})
+
+
+def test_a_rank_without_the_rest_is_named():
+    with pytest.raises(UserError, match="RANK is set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, "
+                                        "MASTER_PORT are not; set all five"):
+        check_environment({"RANK": "0"})
+    for name in RANK_VARIABLES[1:]:  # without LOCAL_RANK, DeepSpeed would ask MPI
+        with pytest.raises(UserError, match=f"RANK is set but {name} is not"):
+            check_environment({key: value for key, value in WHOLE.items() if key != name})
+    with pytest.raises(UserError) as caught:
+        check_environment({"RANK": "a", "WORLD_SIZE": "b", "MASTER_PORT": "c"})
+    assert all(f"{name} = " in str(caught.value) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs)\nGCC 13.2"
+
+
+@pytest.mark.parametrize(("version", "cuda", "words"), [
+    ("535.104.05", "13.0", "NVIDIA driver 535.104.05, but torch 2.13.0+x, built for CUDA 13.0, can "
+     "use no GPU. CUDA 13.0 needs driver 580 or newer: update the driver, or install a wheel for "
+     "this one (pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
+     "), or set DS_ACCELERATOR=cpu"),
+    ("470.82.01", "12.6", "CUDA 12.6 needs driver 525 or newer: update the driver, or set DS_"),
+    ("580.65.06", "13.0", "Look at CUDA_VISIBLE_DEVICES (0,1)"),
+    ("580.65.06", None, "built without CUDA, can use no GPU. Install a wheel with CUDA (pip "
+     "install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130)"),
+    ("", "13.0", "has an NVIDIA driver, but")])
+def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, tmp_path, version, cuda, words):
+    """The demo trained on the CPU, and said "GPUs: 2"."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(driver, "_VERSION", tmp_path / "version")
+    if version:
+        (tmp_path / "version").write_text(OPEN.format(version))
+    monkeypatch.setattr(torch, "__version__", "2.13.0+x")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # by the driver
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError) as caught:
+        driver.count_gpus()
+    assert words in str(caught.value)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert driver.count_gpus() == 0
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert driver.count_gpus() == 8
+
+
+@pytest.mark.parametrize(("script", "function", "arguments"), [
+    ("evaluate.py", "main", ()), ("minimal_pairs.py", "load", ("no_model",))])
+def test_scores_on_a_gpu_that_torch_cannot_use_are_an_error(monkeypatch, script, function,
+                                                            arguments):
+    """Both commands scored on the CPU, without a word."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", [script, "--run", "no_run"])
+    command = runpy.run_path(str(ROOT / "launch" / script))[function]
+    with pytest.raises(UserError, match="can use no GPU"):
+        command(*arguments)

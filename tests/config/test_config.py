@@ -1,12 +1,25 @@
-"""Run configs and DeepSpeed JSONs: strict, complete, and round trips."""
+"""Run configs, presets, options and DeepSpeed JSONs: strict, complete, and round trips."""
+
+import ast
+import dataclasses
+import runpy
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deberta_ds.config import run_config
-from deberta_ds.config.options import ConfigError
-from deberta_ds.config.toml_files import as_override, parse_override
+from deberta_ds.config import objective, run_config
+from deberta_ds.config.model import MODELS
+from deberta_ds.config.options import ConfigError, OneOfOrOwn, Option, describe, options_of
+from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
+from deberta_ds.config.toml_files import as_override, flatten, parse_override
+from deberta_ds.corpus import recipe
 from deberta_ds.engine import ds_config
+from deberta_ds.model.backbone import Backbone, count_parameters, on_meta
+from deberta_ds.objectives.mlm import MlmModel
+from deberta_ds.objectives.rtd import Discriminator, RtdModel
+from deberta_ds.tasks.settings import Settings
 
 MINIMAL = """
 name = "x"
@@ -117,19 +130,6 @@ def test_missing_and_invalid_files(tmp_path):
         run_config.load(tmp_path / "bad.toml")
 
 
-@pytest.mark.parametrize("text, expected", [
-    ('{"zero_optimisation": {}}', "did you mean zero_optimization?"),
-    ('{"optimizer": {"type": "Adam"}}', "belongs to the run config (optim.name"),
-    ('{"train_batch_size": 8}', "train.global_batch_size"),
-    ('{"bf16": {}, "bf16": {}}', "written twice"), ('[1]', "one JSON object"),
-    ('{', "not valid JSON")])
-def test_deepspeed_json_is_strict(tmp_path, text, expected):
-    (tmp_path / "ds.json").write_text(text)
-    with pytest.raises(ConfigError) as error:
-        ds_config.load(tmp_path / "ds.json")
-    assert expected in str(error.value)
-
-
 def test_clipping_is_always_written(run_file, tmp_path):
     (tmp_path / "ds.json").write_text('{"gradient_clipping": "auto", "bf16": {"enabled": true}, '
                                      '"zero_optimization": {"stage": 1}}')
@@ -148,3 +148,128 @@ def test_clipping_is_always_written(run_file, tmp_path):
 def test_an_override_is_read_as_what_was_written(value):
     """Names of held-out corpora may hold a dot, which makes a table within a table."""
     assert parse_override(as_override("data.heldout", value)) == ("data.heldout", value)
+
+
+# preset: (Hugging Face backbone, official MaskedLanguageModel)
+COUNTS = {
+    "deberta-base": (138_601_728, 139_655_769),
+    "deberta-large": (405_163_008, 406_838_361),
+    "deberta-xlarge": (757_804_032, 759_528_537),
+    "deberta-v2-xlarge": (884_593_152, 887_871_588),
+    "deberta-v2-xxlarge": (1_564_549_632, 1_567_828_068),
+    "deberta-v3-xsmall": (70_682_112, 71_155_428),
+    "deberta-v3-small": (141_304_320, 142_417_764),
+    "deberta-v3-base": (183_831_552, 184_944_996),
+    "deberta-v3-large": (434_012_160, 435_716_196),
+    "mdeberta-v3-base": (278_218_752, 279_455_096),
+}
+GENERATORS = {  # preset of the discriminator: (backbone, official MaskedLanguageModel)
+    "deberta-v3-xsmall": (60_035_328, 60_508_644),
+    "deberta-v3-small": (120_040_704, 121_154_148),
+    "deberta-v3-base": (141_304_320, 142_417_764),
+    "deberta-v3-large": (282_857_472, 284_561_508),
+}
+RTD_HEADED = {  # official ReplacedTokenDetection, which also owns an unused position table
+    "deberta-v3-xsmall": 71_027_713,
+    "deberta-v3-base": 184_817_665,
+    "deberta-v3-large": 435_589_121,
+}
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_backbone_and_masked_lm(preset):
+    config = ModelConfig(**MODELS[preset])
+    backbone, masked_lm = COUNTS[preset]
+    if not config.key_bias:  # official v1 models carry two more, inert, biases per layer
+        masked_lm -= 2 * config.hidden_size * config.num_layers
+    assert count_parameters(on_meta(Backbone, config)) == backbone
+    assert count_parameters(on_meta(MlmModel, config)) == masked_lm
+
+
+@pytest.mark.parametrize("preset", GENERATORS)
+def test_generator(preset):
+    config = ModelConfig(**MODELS[preset])
+    half = dataclasses.replace(config, num_layers=config.num_layers // 2)
+    assert count_parameters(on_meta(Backbone, half)) == GENERATORS[preset][0]
+    assert count_parameters(on_meta(MlmModel, half)) == GENERATORS[preset][1]
+
+
+@pytest.mark.parametrize("preset", RTD_HEADED)
+def test_discriminator(preset):
+    config = ModelConfig(**MODELS[preset])
+    unused = config.max_position * config.hidden_size
+    count = count_parameters(on_meta(Discriminator, config, "gdes"))
+    assert count == RTD_HEADED[preset] - unused
+
+
+def test_sharing_decides_which_word_tables_exist():
+    config = ModelConfig(**MODELS["tiny"])
+    table = config.vocab_size * config.hidden_size
+
+    def count(sharing):
+        objective = ObjectiveConfig(kind="rtd", embedding_sharing=sharing)
+        with_sharing = on_meta(lambda: RtdModel(config, config, objective, sampling_seed=0))
+        return count_parameters(with_sharing)
+
+    assert count("gdes") == count("nes") == count("es") + table
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = [value for value in {**vars(objective), **vars(run_config), **vars(recipe)}.values()
+           if isinstance(value, type) and dataclasses.is_dataclass(value)
+           and value not in (OneOfOrOwn, Option, recipe.ReadOptions)] + [Settings]
+
+
+def test_the_page_is_current():
+    made = runpy.run_path(str(ROOT / "docs/make_configuration.py"))
+    page = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
+    assert page == made["page"](), "run python docs/make_configuration.py"
+
+
+@pytest.mark.parametrize("cls", [run_config.RunConfig, Settings, recipe.Recipe])
+def test_every_option_has_a_meaning_and_every_number_limits(cls):
+    for option in options_of(cls):
+        assert option.meaning or option.kind == "section", option.key
+        if option.kind in ("number", "whole number"):
+            assert option.limits, f"{option.key} has no limits"
+
+
+def test_explain_knows_every_key_of_the_shipped_run_files():
+    """--explain preset and --explain from said that there is no such key."""
+    known = {option.key for option in run_config.run_options()}
+    files = [path for path in (ROOT / "launch/runs").rglob("*.toml")
+             if path.parent.name not in ("superglue", "glue", "tasks")]
+    assert len(files) > 10
+    for path in files:
+        for key, value in flatten(tomllib.loads(path.read_text())).items():
+            assert key in known or key.rpartition(".")[0] in known, f"{path}: {key}"
+            for inner in value if isinstance(value, list) else ():
+                assert not isinstance(inner, dict) or {f"{key}[].{k}" for k in inner} <= known
+
+
+def test_explain_finds_keys_by_a_part_of_their_name():
+    shape = describe(run_config.run_options(), "vocab_size")
+    assert shape[2] == ("    whole number; default the tokenizer's ids padded to 64, at least 1, "
+                        "at most 2^24")
+    lines = describe(options_of(run_config.RunConfig), "optim.learning_rate")
+    assert lines == ["optim.learning_rate", "    peak learning rate",
+                     "    number; required, above 0, at most 10"]
+
+
+def attributes_read() -> set[str]:
+    """Return every attribute that some module of the package reads from anything."""
+    found = set()
+    for path in (ROOT / "deberta_ds").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+    return found
+
+
+def test_every_field_of_a_config_has_a_reader():
+    """A knob needs a reader: an expression, not a comment or a string, reads it by name."""
+    read = attributes_read()
+    assert len(CLASSES) == 15, [cls.__name__ for cls in CLASSES]
+    for cls in CLASSES:
+        for field in dataclasses.fields(cls):
+            assert field.name in read, f"{cls.__name__}.{field.name} has no reader"

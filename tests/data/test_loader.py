@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from deberta_ds.cluster import process
 from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
-from deberta_ds.data import reading
+from deberta_ds.data import loader, reading
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
@@ -188,3 +190,14 @@ def test_a_full_shared_memory_is_named(dataset, monkeypatch):
     monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", full)
     with pytest.raises(UserError, match="^/dev/shm is full: .*shm-size.*or set data.workers = 0"):
         next(one_rank(dataset, Stretch(0, 1, 4)))
+
+
+def test_a_worker_reads_ahead_of_its_own_rows_alone_and_not_without_end(monkeypatch):
+    monkeypatch.setattr(loader, "get_worker_info", lambda: SimpleNamespace(num_workers=3))
+    rows = loader.RankRows([Stretch(0, 4, 100)], 4, 0, 1)
+    reader = loader._Reader(SimpleNamespace(read=lambda g: [g]), rows)
+    with ThreadPoolExecutor(2) as threads:
+        assert reader._read_ahead(threads, 0) == [[0], [1], [2], [3]]
+        assert list(reader._ahead) == list(range(3, 51, 3))  # 68 rows with its own
+        assert reader._read_ahead(threads, 3) == [[12], [13], [14], [15]]
+        assert list(reader._ahead) == list(range(6, 54, 3))

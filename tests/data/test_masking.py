@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deberta_ds.config.objective import MaskConfig
+from deberta_ds.data import masking
 from deberta_ds.data.masking import LONGEST_WORD, cut_long_words, mask_row, word_spans
 from deberta_ds.tokenizer import starts_official_word
 
@@ -244,3 +245,10 @@ def test_deberta_window_never_masks_the_end_of_a_row():
     assert hits[470:].sum() == 0 and abs(hits[1:400].mean() / 200 - 1 / 6) < 0.01
     uniform = sum(mask(ids, s)[1] != -100 for s in range(200))
     assert uniform[470:511].mean() / 200 > 0.12
+
+
+def test_where_no_word_fits_the_shortest_is_chosen():
+    """Characters of several bytes are words of their own in a long word, of unlike lengths."""
+    starts, lengths, dice = np.array([1, 4, 6]), np.array([3, 2, 4]), np.random.default_rng(0)
+    assert masking._choose_words(lengths, 1, dice).tolist() == [1]
+    assert masking._choose_ngrams(starts, lengths, 1, 3, dice).tolist() == [1]

@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, closed-form counts, orders that never change."""
+"""Rows and their order: packing loses no token; mixtures have exact shares and golden orders."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.data.mixture import build_mixture, temperature_weights
+from deberta_ds.data.shards import FRAME_TOKENS, best_fit, plan_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mixture.json"
 
@@ -73,3 +74,87 @@ def test_temperature_flattens():
     assert flat[0] / flat[1] == pytest.approx(9**0.3) and sum(flat) == pytest.approx(1.0)
     with pytest.raises(UserError):
         temperature_weights([90, 10], float("nan"))
+
+
+VOCAB = 50
+WORD_STARTS = np.arange(VOCAB) % 3 == 0  # ids 0, 3, 6 ... start a word
+
+
+def lengths_to_ends(lengths):
+    return np.cumsum(np.array(lengths, dtype=np.int64))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 200), max_size=60), st.sampled_from([8, 16, 33, 64]),
+    st.integers(0, 2**32 - 1))
+def test_every_token_is_in_exactly_one_row(lengths, seq_len, seed):
+    ends = lengths_to_ends(lengths)
+    total = int(ends[-1]) if len(lengths) else 0
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, total).astype(np.uint16)
+    plan = plan_rows(ends, tokens, WORD_STARTS, seq_len)
+    covered = np.zeros(total, dtype=np.int64)
+    for start, length in plan.pieces.tolist():
+        assert length >= 1
+        covered[start : start + length] += 1
+    assert (covered == 1).all()
+    begins = set([0, *ends.tolist()])
+    hard = 0
+    for row in range(len(plan.starts) - 1):
+        pieces = plan.pieces[plan.starts[row] : plan.starts[row + 1]]
+        assert len(pieces) and int((pieces[:, 1] + FRAME_TOKENS).sum()) <= seq_len
+        for start, length in pieces.tolist():
+            inside = [end for end in ends.tolist() if start < end < start + length]
+            assert not inside, "a piece crosses a document end"
+            hard += start not in begins and not WORD_STARTS[tokens[start]]
+    assert hard == plan.hard_cuts
+
+
+def test_no_piece_starts_inside_a_word_when_words_are_short():
+    tokens = np.tile(np.array([0, 1, 2, 4, 5], dtype=np.uint16), 400)  # words of five tokens
+    plan = plan_rows(np.array([len(tokens)]), tokens, WORD_STARTS, 32)
+    assert plan.hard_cuts == 0
+    assert WORD_STARTS[tokens[plan.pieces[:, 0]]].all()
+
+
+def test_a_word_longer_than_half_a_row_is_cut_and_counted():
+    tokens = np.ones(100, dtype=np.uint16)  # no id that starts a word
+    plan = plan_rows(np.array([100]), tokens, WORD_STARTS, 32)
+    assert plan.hard_cuts == 3
+    assert plan.pieces[:, 1].max() == 30
+
+
+def test_best_fit_agrees_with_a_loop_from_the_definition():
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(3, 60, 2000)
+    rows, num_rows = best_fit(sizes, 64)
+    room: dict[int, int] = {}
+    for index, size in enumerate(sizes.tolist()):
+        fitting = [(left, row) for row, left in room.items() if left >= size]
+        if fitting:
+            _, row = min(fitting)
+        else:
+            if len(room) == 64:
+                del room[min((left, row) for row, left in room.items())[1]]
+            row = max(rows[:index], default=-1) + 1
+            room[row] = 64
+        assert rows[index] == row
+        room[row] -= size
+        if room[row] == 0:
+            del room[row]
+    assert num_rows == rows.max() + 1
+
+
+def test_rows_are_full_on_natural_lengths():
+    generator = np.random.default_rng(0)
+    lengths = np.maximum(1, generator.lognormal(6.0, 1.1, 3000)).astype(np.int64)
+    tokens = generator.integers(0, VOCAB, int(lengths.sum())).astype(np.uint16)
+    plan = plan_rows(np.cumsum(lengths), tokens, WORD_STARTS, 512)
+    used = int(plan.pieces[:, 1].sum()) + FRAME_TOKENS * len(plan.pieces)
+    assert used / (512 * (len(plan.starts) - 1)) > 0.985
+
+
+def test_an_empty_shard_has_no_rows():
+    empty = np.zeros(0, dtype=np.int64)
+    plan = plan_rows(empty, empty.astype(np.uint16), WORD_STARTS, 32)
+    assert len(plan.pieces) == 0 and plan.starts.tolist() == [0]

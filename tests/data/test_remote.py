@@ -331,3 +331,42 @@ def test_a_pipe_among_remote_files_is_refused(corpus, tmp_path, name):
     if name.startswith("blocks"):
         with pytest.raises(UserError, match=f"{place}: is a pipe or a device; give a file"):
             upload(corpus, url)
+
+
+def test_each_try_waits_twice_as_long_as_the_last(monkeypatch):
+    waits = []
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    monkeypatch.setattr(remote.random, "uniform", lambda low, high: high - low)
+    with pytest.raises(UserError, match="s3://a: cannot be read in 8 tries"):
+        remote.tried(lambda: b"", "s3://a", bool)
+    assert waits == [0.05 * 2**number for number in range(7)]
+    waits.clear()
+    with pytest.raises(UserError, match="a/b: cannot be written"):
+        remote.put(None, "a/b", b"")
+    assert waits == [0.1 * 2**number for number in range(7)]
+
+
+def test_the_blocks_written_first_make_room_until_a_fifth_is_free(tmp_path):
+    corpus = remote.RemoteCorpus.__new__(remote.RemoteCorpus)
+    corpus.directory, corpus._cache = tmp_path / "one", remote.Cache(gigabytes=75e-6)
+    corpus.directory.mkdir()
+    for number in range(10):
+        with open(tmp_path / f"one/{number}.npy", "wb") as file:
+            file.write(b"x" * 8192)
+            os.fsync(file.fileno())
+        os.utime(file.name, (number, number))
+    (tmp_path / "prepared").mkdir()  # where a job of preparation works
+    (tmp_path / "prepared/0.npy").write_bytes(b"x" * 8192)
+    os.utime(tmp_path / "prepared/0.npy", (0, 0))
+    corpus._make_room()
+    assert os.stat(tmp_path / "prepared/0.npy").st_size == 8192
+    assert [os.stat(tmp_path / f"one/{number}.npy").st_size for number in range(10)] == (
+        [0] * 3 + [8192] * 7)
+
+
+def test_a_corpus_in_the_place_of_another_lists_its_own_files(tmp_path):
+    for name, shards in (("old", 3), ("new", 1)):
+        corpus = make_corpus(tmp_path / name, [[20, 21]] * 3, tiny_tokenizer(), shards=shards)
+        remote.upload(corpus, f"file://{tmp_path}/store")
+    listed = json.loads((tmp_path / "store/blocks/manifest.json").read_bytes())["files"]
+    assert len(listed) == 4  # of one shard

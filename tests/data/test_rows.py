@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -315,3 +316,12 @@ def test_more_files_than_descriptors(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split()
     assert first == second
+
+
+@pytest.mark.parametrize("soft, hard, kept", [
+    (256, 256, 128), (1024, 4096, 4096 - 512), (1024, 1024, 1024 - 256),
+    (4096, resource.RLIM_INFINITY, 65536 - 8192)])
+def test_files_that_are_kept_open_leave_descriptors_to_the_process(monkeypatch, soft, hard, kept):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    assert reading.most_open_files.__wrapped__() == kept

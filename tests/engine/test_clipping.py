@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage1And2
 
+from deberta_ds.engine import clipping
 from deberta_ds.engine.clipping import _clip, check_all_at_once, clip_networks_apart
 
 LARGEST = 2.0
@@ -133,3 +134,59 @@ def test_all_at_once_finds_what_deepspeed_finds_one_by_one(bad, dtype):
     assert ours.tolist() == theirs.tolist() == [bad is not None]
     optimizer.averaged_gradients = {0: [None, gradients[1]], 1: None}  # nothing
     assert optimizer.has_overflow_partitioned_grads_serial().tolist() == [False]
+
+
+@pytest.mark.parametrize("values", [[2e-6, 1e-6], [0.3, 0.4], [3.0, 4.0]])
+def test_small_norms_are_clipped_as_by_torch(values):
+    """torch and DeepSpeed divide by the norm plus 1e-6."""
+    ours, theirs = torch.tensor(values), torch.nn.Parameter(torch.zeros(2))
+    theirs.grad = ours.clone()
+    torch.nn.utils.clip_grad_norm_([theirs], 1e-6)
+    _clip([[ours]], [""], 1e-6)
+    torch.testing.assert_close(ours, theirs.grad, rtol=1e-6, atol=0)
+
+
+def test_a_norm_that_only_fp64_holds_is_finite():
+    gradients = [torch.tensor([3e38]), torch.tensor([3e38])]
+    _clip([gradients], [""], 1.0)
+    assert torch.cat(gradients).tolist() == pytest.approx([0.5**0.5] * 2)
+
+
+def test_one_group_that_is_not_finite_spoils_its_network():
+    """A group whose norm is not finite measures -1: the common norm stands for its network's."""
+    optimizer = DeepSpeedZeroOptimizer_Stage3()
+    clip_networks_apart(SimpleNamespace(optimizer=optimizer, gradient_clipping=lambda: LARGEST))
+    for value, group in zip((-1.0, 7.0, 4.0), optimizer.fp16_groups, strict=True):
+        optimizer.get_grad_norm_direct(value, group)
+    assert optimizer.scale(0, 1, 2) == {0: 99.0, 1: 7.0, 2: 99.0}
+
+
+class BF16_Optimizer:  # noqa: N801  DeepSpeed's name
+    def __init__(self):
+        self.fp32_groups_gradients = [[torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 12.0])]]
+        self.optimizer = SimpleNamespace(param_groups=[{}, {"network": "d"}])
+        self.clip_grad, self.overflow, self._global_grad_norm = LARGEST, False, None
+
+    def step(self, closure):
+        self.clip_seen, self._global_grad_norm = self.clip_grad, 2 * LARGEST
+
+
+def test_bf16_is_clipped_once_and_reports_the_norm_of_all():
+    optimizer = BF16_Optimizer()
+    clip_networks_apart(SimpleNamespace(optimizer=optimizer, gradient_clipping=lambda: LARGEST))
+    optimizer.step()
+    clipped = [gradients[0].norm().item() for gradients in optimizer.fp32_groups_gradients]
+    assert clipped == pytest.approx([LARGEST, LARGEST], rel=1e-5)
+    assert (optimizer.clip_seen, optimizer.clip_grad) == (0.0, LARGEST)
+    assert optimizer._global_grad_norm.item() == pytest.approx(13.0)
+
+
+def test_pieces_of_a_gradient_keep_their_parameter_and_padding_is_left_out(monkeypatch):
+    monkeypatch.setattr(clipping, "_PIECE", 4)
+    padding, first, second = torch.ones(3), torch.arange(10.0), torch.arange(4.0)
+    padding._zero_padding = True
+    optimizer = SimpleNamespace(get_grad_norm_direct=lambda gradients, parameters: [
+        (gradient.tolist(), owner) for gradient, owner in zip(gradients, parameters, strict=True)])
+    clipping.measure_in_pieces(optimizer)
+    assert optimizer.get_grad_norm_direct([padding, first, second], ["a", "b"]) == [
+        ([0, 1, 2, 3], "a"), ([4, 5, 6, 7], "a"), ([8, 9], "a"), ([0, 1, 2, 3], "b")]

@@ -14,11 +14,14 @@ from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
 )
+from launching import make_run
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.toml_files import read_toml
 from deberta_ds.engine import ds_config, engine
+from deberta_ds.engine.engine import keep_nothing_gathered
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "deberta_ds"
@@ -70,6 +73,7 @@ def problems(values: dict, tmp_path) -> str:
     ({"optimizer": {"type": "Adam"}}, '"optimizer": belongs to the run config (optim.name'),
     ({"gradient_clipping": 1.0}, "belongs to the run config (optim.clip_norm)"),
     ({"zero_optimisation": {}}, "did you mean zero_optimization?"),
+    ({"train_batch_size": 8}, "train.global_batch_size"),
 ])
 def test_a_broken_json_is_one_error_that_names_the_key(values, expected, tmp_path):
     assert expected in problems(values, tmp_path)
@@ -102,12 +106,13 @@ def test_all_problems_are_said_at_once(tmp_path):
     assert text.startswith("5 problems in ")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "nul", '{"bf16": {}, "bf16": {}}', "\x00",
-                                  "[" * 100_000, '{"a": 1e999999}'])
-def test_what_is_no_json_object_is_named(text, tmp_path):
+@pytest.mark.parametrize("text, said", [
+    ("", ""), ("[]", "one JSON object"), ("{", "not valid JSON"), ("nul", ""), ("\x00", ""),
+    ('{"bf16": {}, "bf16": {}}', "written twice"), ("[" * 100_000, ""), ('{"a": 1e999999}', "")])
+def test_what_is_no_json_object_is_named(text, said, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="ds.json"):
+    with pytest.raises(ConfigError, match=f"(?s)ds.json.*{said}"):
         ds_config.load(file)
 
 
@@ -209,3 +214,15 @@ def test_every_private_part_that_the_code_uses_is_on_the_list():
            "device_type", "passes"}
     listed |= {"checkpoint_engine"}  # of which `save` is listed
     assert used - own <= listed, used - own - listed
+
+
+def test_what_deepspeed_is_given_is_the_run_s(tmp_path):
+    run, _ = run_config.load(make_run(tmp_path, global_batch_size="24", micro_batch_size="3"))
+    found = ds_config.resolve(run, {"gradient_clipping": "auto"}, 2)
+    assert {key: found[key] for key in ds_config.RUN_KEYS} == {
+        "train_batch_size": 24, "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 4, "gradient_clipping": run.optim.clip_norm}
+    assert ds_config.matmul_precision({"torch_autocast": {"enabled": True}}) == "bf16"
+    assert ds_config.matmul_precision({"fp16": {"enabled": True}}) == "fp16"
+    zero = keep_nothing_gathered({"zero_optimization": {"stage": 3}})["zero_optimization"]
+    assert zero == {"stage": 3, "stage3_param_persistence_threshold": 0}

@@ -12,7 +12,7 @@ from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig, load
-from deberta_ds.engine import muon
+from deberta_ds.engine import engine, muon
 from deberta_ds.engine.ds_config import problems_with_optimizer
 from deberta_ds.engine.gpus import GPUS
 from deberta_ds.engine.layout import Piece
@@ -177,3 +177,25 @@ def test_every_stage_trains_and_resumes_alike(tmp_path, kind):
             for key in (MASTER, *first.state_keys(name)):
                 a, b = first.read(name, key), state.read(name, key)
                 assert (a - b).norm() <= 1e-4 * a.norm() + 1e-12, (layout, name, key)
+
+
+def test_muon_multiplies_in_the_type_of_the_matmuls(process_group, monkeypatch):
+    class Seen(Exception):  # noqa: N818
+        pass
+
+    def build(model, optim, waiting, apart, matmuls):
+        raise Seen(matmuls)
+
+    monkeypatch.setattr(engine, "build_optimizer", build)
+    for ds, wanted in (({"torch_autocast": {"enabled": True}}, torch.bfloat16), ({}, None)):
+        with pytest.raises(Seen) as found:
+            engine.build_engine(torch.nn.Linear(1, 1), OptimConfig(learning_rate=1e-3), ds)
+        assert found.value.args == (wanted,)
+
+
+def test_matrices_that_are_cut_are_not_worked_on_with_whole_ones():
+    flat = torch.zeros(6)
+    parts = [muon._Part(muon._Matrix((3, 2), None, is_cut), flat, flat)
+             for is_cut in (True, False, True)]
+    assert [[part.matrix.is_cut for part in batch] for batch in muon._batches(parts)] == [
+        [False], [True, True]]

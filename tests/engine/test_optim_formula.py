@@ -1,14 +1,18 @@
-"""Ten steps of each optimizer against a reference written from its formula, in float64.
+"""Optimizers against references from their formulas, in float64; and every schedule.
 
 AdamW: Loshchilov and Hutter (arXiv 1711.05101), Algorithm 2. Official Adam: microsoft/DeBERTa
 optims/xadam.py: no bias correction, decoupled decay scaled by the learning rate.
 """
+
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.engine.engine import set_learning_rate
 from deberta_ds.engine.optim import build_optimizer, learning_rate
 
 STEPS, DECAY = 10, 0.1
@@ -75,3 +79,77 @@ def test_parameters_without_gradients_are_in_no_group_and_waiting_ones_apart():
     groups = [(group["waits"], [tuple(p.shape) for p in group["params"]])
               for group in optimizer.param_groups]
     assert groups == [(False, [(5, 7)]), (False, [(5,), (5,)]), (True, [(5,)])]
+
+
+def test_rates_follow_shares_and_wait_until_the_thaw():
+    removed, groups = [], [{"rate_share": 0.5}, {"waits": True}, {"waits": False}]
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups), holds=[
+        SimpleNamespace(remove=lambda: removed.append(1)) for _ in range(2)])
+    set_learning_rate(engine, 2.0, is_thawed=False)
+    assert [group["lr"] for group in groups] == [1.0, 0.0, 2.0] and not removed
+    set_learning_rate(engine, 2.0)
+    assert [group["lr"] for group in groups] == [1.0, 2.0, 2.0]
+    assert len(removed) == 2 and not engine.holds
+
+
+TOTAL, WARMUP, LR = 100, 10, 2.0
+
+
+def rates_of(**settings) -> list[float]:
+    optim = OptimConfig(learning_rate=LR, warmup_steps=WARMUP, **settings)
+    return [learning_rate(optim, step, TOTAL) for step in range(TOTAL)]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
+def test_warm_up_rises_from_a_tenth_to_the_peak(schedule):
+    found = rates_of(schedule=schedule)
+    assert found[:WARMUP] == pytest.approx([LR * (step + 1) / WARMUP for step in range(WARMUP)])
+    assert found[WARMUP] == LR  # the first step after warm-up is not decayed yet
+    assert max(found) == LR
+
+
+def test_constant_stays():
+    assert set(rates_of(schedule="constant")[WARMUP:]) == {LR}
+
+
+@pytest.mark.parametrize("low", [0.0, 0.25])
+@pytest.mark.parametrize("schedule, share", [
+    ("linear", lambda step: (TOTAL - step) / (TOTAL - WARMUP)),
+    ("cosine", lambda step: (1 + math.cos(math.pi * (step - WARMUP) / 90)) / 2),
+    # Not rescaled: it jumps from LR to 0.9 LR where warm-up ends.
+    ("deberta_linear", lambda step: 1 - step / TOTAL)], ids=["linear", "cosine", "official"])
+def test_a_decay_would_reach_its_end_one_step_after_the_last(schedule, share, low):
+    found = rates_of(schedule=schedule, min_learning_rate_share=low)
+    expected = [LR * (low + (1 - low) * share(step)) for step in range(WARMUP, TOTAL)]
+    assert found[WARMUP:] == pytest.approx(expected)
+    assert found[-1] > LR * low
+
+
+@pytest.mark.parametrize("share, low", [(0.1, 0.0), (0.2, 0.1), (1.0, 0.0)])
+def test_wsd_is_stable_and_then_falls_in_its_share_of_all_steps(share, low):
+    found = rates_of(schedule="wsd", decay_share=share, min_learning_rate_share=low)
+    decay = round(share * TOTAL)
+    stable = found[WARMUP:TOTAL - decay + 1]
+    assert set(stable) <= {LR}
+    for step in range(max(WARMUP, TOTAL - decay), TOTAL):
+        assert found[step] == pytest.approx(LR * (low + (1 - low) * (TOTAL - step) / decay))
+
+
+def test_the_official_warm_up_starts_at_zero():
+    """microsoft/DeBERTa optims/lr_schedulers.py: x / warm-up, then 1 - x, in shares of all steps.
+    """
+    found = rates_of(schedule="deberta_linear")
+    assert found[:WARMUP] == pytest.approx([LR * step / WARMUP for step in range(WARMUP)])
+    assert found[0] == 0.0
+
+
+def test_no_warm_up_starts_at_the_peak():
+    for schedule in ("linear", "cosine", "wsd", "constant", "deberta_linear"):
+        assert learning_rate(OptimConfig(learning_rate=LR, schedule=schedule), 0, TOTAL) == LR
+
+
+def test_wsd_sqrt_falls_by_one_minus_the_square_root():
+    """arXiv 2405.18392; at decay_share = 1 it is a branch of a constant trunk."""
+    found = rates_of(schedule="wsd_sqrt", decay_share=1.0)[WARMUP:]
+    wanted = [LR * (1 - math.sqrt(step / TOTAL)) for step in range(WARMUP, TOTAL)]
+    assert found == pytest.approx(wanted)

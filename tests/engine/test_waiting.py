@@ -7,6 +7,8 @@ import sys
 import pytest
 from launching import ENVIRONMENT, ROOT
 
+from deberta_ds.engine import engine
+
 # A shell has its background jobs ignore Ctrl-C, and so would this one.
 CODE = """
 import signal
@@ -31,3 +33,13 @@ def test_a_waiting_rank(number):
     rank.send_signal(number)
     rank.stderr.read()
     assert rank.wait(timeout=30) == -number
+
+
+def test_ctrl_c_is_the_run_s_again_once_all_ranks_are_there():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with engine._saying_who_waits():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

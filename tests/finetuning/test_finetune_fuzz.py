@@ -13,35 +13,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.features import encode
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.task import SQUAD, TASKS, task_named
-
-STRANGE = (None, True, 0, -1, 10**30, 1.5, float("nan"), "", " ", "\ud800", "\x00", "\u200b",
-           "x" * 5000, [], [[]], {}, {"text": 3}, "\u2028", "@placeholder", "@highlight",
-           "'s")
-
-
-def damaged_value(value, dice: random.Random):
-    """Return a JSON value with one part changed, dropped, doubled or put elsewhere."""
-    if isinstance(value, dict) and value and dice.random() < 0.85:
-        key = dice.choice(sorted(value))
-        if dice.random() < 0.2:
-            return {k: v for k, v in value.items() if k != key}
-        return value | {key: damaged_value(value[key], dice)}
-    if isinstance(value, list) and value and dice.random() < 0.85:
-        place = dice.randrange(len(value))
-        part = damaged_value(value[place], dice)
-        return dice.choice([value[:place] + value[place + 1 :], value + [part],
-                            value[:place] + [part] + value[place + 1 :]])
-    return dice.choice(STRANGE)
-
-
-def damaged_bytes(data: bytes, dice: random.Random) -> bytes:
-    place = dice.randrange(len(data))
-    return dice.choice([
-        data[:place], data[:place] + bytes([dice.randrange(256)]) + data[place + 1 :],
-        data[:place] + data[place + dice.randrange(40) :], b"\xef\xbb\xbf" + data,
-        data.decode().encode("utf-16"), data.replace(b"\n", b"\r\n"), data.replace(b"\n", b"\r"),
-        b"[" * 100_000, data + b"\n" + b"9" * 6000, data + data, b"", b"\n\n\n", b"null\n", b"[]\n",
-    ])
+from tools.fuzz import mutate
 
 
 def read(task, root, split: str) -> None:
@@ -68,11 +40,11 @@ def test_no_damage_is_a_traceback(name, tmp_path):
         if dice.random() < 0.6:
             changed = list(lines)
             place = dice.randrange(len(changed))
-            changed[place] = damaged_value(changed[place], dice)
+            changed[place], _ = mutate.tree(dice, changed[place])
             file.write_text("\n".join(json.dumps(line, indent=is_squad and turn % 2 or None)
                                       for line in changed))
         else:
-            file.write_bytes(damaged_bytes(whole, dice))
+            file.write_bytes(mutate.data(dice, whole)[0])
         try:
             read(task, tmp_path, split)
         except UserError as error:
@@ -97,7 +69,7 @@ def test_no_damage_of_a_zip_or_parquet_file_is_a_traceback(tmp_path):
         whole = file.read_bytes()
         refused = 0
         for _ in range(25):
-            file.write_bytes(damaged_bytes_of_binary(whole, dice))
+            file.write_bytes(mutate.data(dice, whole)[0])
             try:
                 read(task, tmp_path, "train")
             except UserError as error:
@@ -111,12 +83,6 @@ def test_no_damage_of_a_zip_or_parquet_file_is_a_traceback(tmp_path):
     datasets.Dataset.from_list([rows[0], rows[1] | {"label": 7}]).to_parquet(str(table))
     with pytest.raises(UserError, match="row 2: not the Hub's rte table"):  # it was row 1
         read(task, tmp_path, "train")
-
-
-def damaged_bytes_of_binary(data: bytes, dice: random.Random) -> bytes:
-    place = dice.randrange(len(data))
-    return dice.choice([data[:place], data[:place] + bytes(3) + data[place + 3 :],
-                        data[:place] + data[place + 9 :], b"", b"PK", b"PAR1"])
 
 
 def test_directories_in_the_place_of_files_and_odd_pairs(tmp_path):

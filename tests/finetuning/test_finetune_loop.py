@@ -6,16 +6,19 @@ import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import rank_helpers
 import torch
-from launching import deepspeed_json, python, torchrun
+from launching import ROOT, deepspeed_json, python
 from superglue_helpers import SAMPLE, read_lines, save_random, tiny_start, tokenizer_path
+from test_metrics_references import task_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import lock, process
-from deberta_ds.finetuning import sweep
+from deberta_ds.finetuning import loop, resume, sweep
 from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
 from deberta_ds.finetuning.models import build_model, keep_head, open_start
 from deberta_ds.finetuning.options import build_sweep
@@ -23,13 +26,8 @@ from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.tasks.settings import Settings, load
 from deberta_ds.tasks.task import TASK_NAMES, TASKS, task_named
 
-QUICK = (
-    "--all.learning_rate=2e-3",
-    "--all.epochs=2",
-    "--all.global_batch_size=6",
-    "--all.dropout=0.0",
-    "--all.head_dropout=0.0",
-)
+QUICK = ("--all.learning_rate=2e-3", "--all.epochs=2", "--all.global_batch_size=6",
+         "--all.dropout=0.0", "--all.head_dropout=0.0")
 
 
 def common(out: Path, *more: str) -> list[str]:
@@ -41,17 +39,9 @@ def test_lower_layers_learn_slower(process_group, tmp_path):
     """One update of Adam moves a weight by its learning rate, less what eps takes."""
     model = build_model(task_named("CB"), tiny_start(), Settings(), 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    given = (
-        "--all.epochs=1",
-        "--all.global_batch_size=36",
-        "--all.train_rows=36",
-        "--all.dropout=0.0",
-        "--all.warmup_share=0.0",
-        "--all.weight_decay=0.0",
-        "--all.learning_rate=1e-3",
-        "--all.layer_decay=0.5",
-        "--all.clip_norm=0.0",
-    )
+    given = ("--all.epochs=1", "--all.global_batch_size=36", "--all.train_rows=36",
+             "--all.dropout=0.0", "--all.warmup_share=0.0", "--all.weight_decay=0.0",
+             "--all.learning_rate=1e-3", "--all.layer_decay=0.5", "--all.clip_norm=0.0")
     sweep.run_all(plan(tmp_path, given=given, num_seeds=1))
     after = load_finetuned(tmp_path / "CB" / "seed-1" / "model").weights
 
@@ -85,8 +75,9 @@ def alone(tmp_path_factory) -> Path:
 def test_any_world_and_zero_stage_trains_and_predicts_alike(ranks, stage, extra, alone, tmp_path):
     """ReCoRD's two validation queries leave ranks without a batch, and CB trains adversarially,
     whose inner gradient must leave the partitions alone. Nothing is doubled, nothing is lost."""
-    torchrun(ranks, "launch/superglue.py", *common(tmp_path), *SHARED, extra, "--deepspeed_config",
-             deepspeed_json(tmp_path / "ds.json", stage), timeout=300)
+    words = [*common(tmp_path), *SHARED, extra, "--deepspeed_config",
+             str(deepspeed_json(tmp_path / "ds.json", stage))]
+    rank_helpers.run(ranks, words, tmp_path / "log", ROOT / "launch/superglue.py")
     for name in ("RTE", "ReCoRD", "CB"):
         one, other = (read_lines(out / name / "seed-1" / "val_predictions.jsonl")
                       for out in (alone, tmp_path))
@@ -326,3 +317,50 @@ def test_random_starts_differ_by_seed_and_only_by_seed():
 def test_a_diagnostic_set_is_no_task_to_train():
     with pytest.raises(UserError, match="AX-b has no training data; the RTE model predicts it"):
         build_sweep(Namespace(data="x"), [], (task_named("AX-b"),), {}, False)
+
+
+def test_the_best_evaluation_is_that_of_the_metric_that_was_asked_for(monkeypatch):
+    scores, values = [], {"accuracy": 0.9, "f1": 0.2}
+    progress = SimpleNamespace(step=4, losses=[(0.5, 0.25)], history=[], accept=scores.append)
+    settings = SimpleNamespace(best_metric="f1", global_batch_size=8, sift_weight=0.0)
+    task = task_of("accuracy")
+    job = SimpleNamespace(task=task, settings=settings, seed=0, say=print)
+    monkeypatch.setattr(loop, "_evaluate", lambda job, engine: (values, 0.0))
+    loop._evaluate_and_keep(job, None, progress, 8, 16, lambda: 1.0)
+    assert scores == [0.2] and progress.losses == []
+    assert progress.history == [{"step": 4, "epoch": 2.0, "loss": 0.5} | values]
+
+
+def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(monkeypatch):
+    done = []
+    engine = SimpleNamespace(eval=lambda: done.append("eval"), train=lambda: done.append("train"))
+    job = SimpleNamespace(task=SimpleNamespace(no_answer=False),
+                          val=SimpleNamespace(examples=[]),
+                          scores=lambda *_: done.append("scores"))
+    monkeypatch.setattr(loop, "predictions_of", lambda *_: [])
+    monkeypatch.setattr(loop.metrics, "score", lambda *_: {})
+    assert loop._evaluate(job, engine) == ({}, 0.0) and done == ["eval", "scores", "train"]
+
+
+def test_a_class_of_one_example_weighs_as_many_times_as_it_is_rarer():
+    rows = [SimpleNamespace(label=label) for label in (0, 0, 0, 1)]
+    found = loop.weights_of_classes(task_of("accuracy", labels="abc"),
+                                    SimpleNamespace(class_weights="balanced"), rows)
+    assert found == [4 / 9, 4 / 3, 4 / 3]  # scikit-learn's; a class without examples counts as one
+
+
+def test_a_save_at_an_evaluation_holds_what_was_evaluated(monkeypatch):
+    saved, evaluated = [], []
+    monkeypatch.setattr(loop, "Checkpoints", lambda *_: SimpleNamespace(
+        restore=lambda: resume.Progress({}, 1), is_due=lambda at_evaluation: at_evaluation,
+        save=lambda progress: saved.append(progress.step), seconds=lambda: 0.0))
+    monkeypatch.setattr(loop, "train_step", lambda *_, request, **__: SimpleNamespace(
+        sums={"loss": 1.0, "adversarial": 0.0}, request=request))
+    monkeypatch.setattr(loop, "_evaluate_and_keep",
+                        lambda job, engine, progress, *_: evaluated.append(progress.step))
+    monkeypatch.setattr(loop, "set_learning_rate", lambda *_: None)
+    monkeypatch.setattr(loop, "micro_batches", lambda *_: [])
+    settings = Settings(epochs=2, global_batch_size=4, learning_rate=1e-3)
+    job = SimpleNamespace(task=task_of("accuracy"), seed=1, settings=settings)
+    loop._updates(job, None, settings.optim(7), [SimpleNamespace(num_tokens=3)] * 13, 7)
+    assert saved == evaluated == [4, 7]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rank_helpers
@@ -11,11 +12,15 @@ import torch
 from launching import ROOT, deepspeed_json
 from superglue_helpers import SAMPLE
 from test_finetune_loop import QUICK, common, plan
+from test_metrics_references import task_of
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.checkpoint.find import Found
 from deberta_ds.finetuning import encoded as encoding
 from deberta_ds.finetuning import loop, resume, sweep
 from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.finetuning.job import digest
+from deberta_ds.tasks.layouts import Example, TextSpan
 from deberta_ds.training.step import train_step
 
 WORKER = ROOT / "tests/workers/finetune_killed.py"
@@ -195,3 +200,27 @@ def test_the_best_evaluation_is_the_first_of_equal_ones_and_never_nan():
         taken.append(progress.accept(score))
     assert taken == [False, True, False, True, False]
     assert (progress.best, progress.best_step, progress.since_best) == (0.7, 4, 1)
+
+
+def test_a_run_stands_only_for_one_of_the_same_texts_labels_and_answers():
+    example = Example((0,), (("a",),), 1)
+    changes = ({"sequences": (("b",),)}, {"label": 0}, {"spans": (TextSpan(0, 0, 1),)},
+               {"names": ("a",)}, {"gold": ("a",)})
+    examples = [example, *(dataclasses.replace(example, **change) for change in changes)]
+    task = task_of("accuracy", labels="ab")
+    found = {digest(task, SimpleNamespace(examples=[one])) for one in examples}
+    assert len(found) == len(examples)
+
+
+def test_seconds_are_those_of_all_starts(tmp_path, monkeypatch):
+    now, progress = [100.0], resume.Progress({}, 1, step=4, seconds=50.0)
+    monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(resume, "read_progress", lambda path: progress)
+    monkeypatch.setattr(resume, "keep_best", lambda *_: None)
+    monkeypatch.setattr(resume, "find", SimpleNamespace(
+        find=lambda *_: Found(tmp_path), load=lambda *_: None))
+    job = SimpleNamespace(task=task_of("accuracy"), seed=1, say=print, out=tmp_path)
+    checkpoints = resume.Checkpoints(job, None)
+    checkpoints.restore()
+    now[0] += 7
+    assert checkpoints.seconds() == 57.0

@@ -1,15 +1,18 @@
-"""SiFT: directions, formula, gradients, and the defects of the official code that are fixed."""
+"""SiFT: directions, formula, gradients, mended defects; and the stream of fine-tuning's batches."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from superglue_helpers import sample, tiny_start
 
+from deberta_ds.finetuning import loop
 from deberta_ds.finetuning.answers import NEVER
 from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.heads import TaskModel, adversarial_divergence, divergence
+from deberta_ds.finetuning.loop import stream
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
 from deberta_ds.tasks.settings import Settings
@@ -191,3 +194,47 @@ def test_training_makes_the_model_flatter_where_sift_asks_for_it():
         attacked = adversarial_divergence(lambda v: model.scores(v, batch), words, scores, probe)  # noqa: B023
         flat[weight] = float(attacked.detach().sum() / scores.detach().var())
     assert flat[20.0] < flat[0.0]
+
+
+def rows_of_stream(lengths, updates, global_batch_size, group_updates, seed=3) -> list[list[int]]:
+    return [
+        stream(lengths, seed, step, global_batch_size, group_updates) for step in range(updates)]
+
+
+def test_the_stream_is_every_epoch_a_permutation_and_knows_its_place():
+    lengths = np.arange(12)
+    rows = [row for batch in rows_of_stream(lengths, 9, 4, 1) for row in batch]
+    for epoch in range(3):
+        assert sorted(rows[12 * epoch : 12 * epoch + 12]) == list(range(12))
+    assert rows[:12] != rows[12:24]
+    assert rows[8:12] == stream(lengths, 3, 2, 4, 1)
+    assert sorted(stream(np.arange(5), 1, 0, 8, 1)[:5]) == list(range(5))  # a batch above the data
+
+
+@pytest.mark.parametrize("num_rows", [96, 100, 7, 3])
+@pytest.mark.parametrize("group_updates", [2, 5, 16])
+def test_batches_of_like_lengths_still_see_every_row_once_an_epoch(num_rows, group_updates):
+    lengths = np.random.default_rng(0).integers(5, 300, num_rows)
+    plain = rows_of_stream(lengths, 60, 4, 1)
+    dealt = rows_of_stream(lengths, 60, 4, group_updates)
+    assert plain == rows_of_stream(lengths, 60, 4, 1) and all(len(batch) == 4 for batch in dealt)
+    for epoch in range(60 * 4 // num_rows):
+        # Whole updates of an epoch are dealt among themselves, so the counts at its end agree.
+        seen = [row for batch in dealt for row in batch][: (epoch + 1) * num_rows]
+        assert sorted(seen) == sorted([row for batch in plain for row in batch][: len(seen)])
+    if num_rows >= 96:
+        def padded(batches):
+            return sum(len(batch) * max(lengths[batch]) for batch in batches)
+
+        assert padded(dealt) < (0.9 if group_updates == 2 else 0.8) * padded(plain)
+
+
+def test_updates_of_a_group_are_dealt_by_length_and_made_in_the_groups_own_order():
+    """A run that goes on must find the same batches: the formula of the docstring, as a loop."""
+    lengths = np.random.default_rng(1).integers(5, 90, 24)
+    order = np.random.default_rng([3, 0]).permutation(24)
+    for step in range(12):
+        low = step // 4 * 4
+        rows = sorted(order[2 * low:2 * low + 8].tolist(), key=lambda row: lengths[row])
+        turn = np.random.default_rng([3, 0, low]).permutation(4)[step - low]
+        assert loop.stream(lengths, 3, step, 2, 4) == rows[2 * turn:2 * turn + 2]

@@ -1,5 +1,6 @@
 """The leaderboard zip: a right one passes, and no kind of wrong one does."""
 
+import dataclasses
 import io
 import json
 import random
@@ -11,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launching import python
 from superglue_helpers import REAL, SAMPLE, needs_real, sample
+from test_metrics_references import task_of
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.tasks.layouts import Example, TextSpan
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.submission import check_zip, render, write_zip
 from deberta_ds.tasks.task import TASKS, task_named
@@ -218,11 +221,8 @@ def test_the_command_makes_checks_and_refuses(tmp_path):
 
 @needs_real
 def test_a_zip_of_official_size_passes_all_but_record(tmp_path):
-    tests = {
-        task.name: read_split(task, REAL, "test").examples
-        for task in TASKS
-        if task.name != "ReCoRD"
-    }
+    tests = {task.name: read_split(task, REAL, "test").examples for task in TASKS
+             if task.name != "ReCoRD"}
     write_zip(tmp_path / "most.zip", texts(tests), tests, ["ReCoRD"])
     check_zip(tmp_path / "most.zip", tests, ["ReCoRD"])
     with zipfile.ZipFile(tmp_path / "most.zip") as archive:
@@ -233,3 +233,11 @@ def test_a_zip_of_official_size_passes_all_but_record(tmp_path):
                       "WSC.jsonl": 146, "AX-b.jsonl": 1104, "AX-g.jsonl": 356}
     answers = [a for line in nested for q in questions(json.loads(line)) for a in q["answers"]]
     assert len(answers) == 9693
+
+
+def test_entities_of_characters_are_submitted_as_the_training_table_has_them():
+    example = Example((7,), (("a bc d",),), None, tuple(TextSpan(0, n, n + 1) for n in range(6)))
+    task = task_of("span_f1", head="tags", labels=("O", "B-X", "I-X"))
+    task = dataclasses.replace(task, words="raw")
+    line = json.loads(render(task, [example], [(1, 0, 1, 2, 0, 0)]))
+    assert line == {"idx": 7, "label": [[0, 1, "X"], [2, 4, "X"]]}

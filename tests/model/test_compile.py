@@ -6,36 +6,25 @@ pytest.importorskip("triton", reason="the fused kernels need the triton package"
 
 import torch  # noqa: E402
 
+from benchmarks.host_time import Nothing, triton_kernels  # noqa: E402
 from deberta_ds.config.run_config import ModelConfig  # noqa: E402
 from deberta_ds.model import choose  # noqa: E402
 from deberta_ds.model.choose import Choice  # noqa: E402
 from deberta_ds.model.encoder import Trunk  # noqa: E402
-from deberta_ds.model.kernels import fused_cross_entropy, fused_norm  # noqa: E402
-from deberta_ds.model.kernels.attention import (  # noqa: E402
-    backward,
-    blocks,
-    forward,
-    position_bias,
+from deberta_ds.model.kernels.kernel_table import (  # noqa: E402
+    KERNELS,  # noqa: E402
+    Choice,
 )
-from deberta_ds.model.kernels.kernel_table import KERNELS  # noqa: E402
 
 SHAPE = dict(vocab_size=200, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64,
              max_position=64, position_buckets=8)
 
 
-class Nothing:
-    """A Triton kernel that launches nothing."""
-
-    def __getitem__(self, _grid):
-        return lambda *_, **__: None
-
-
 @pytest.mark.slow
 def test_the_trunk_is_one_graph(monkeypatch):
     """It broke where a kernel was looked up, a seed was read, and a table was made by NumPy."""
-    for module in (backward, blocks, forward, position_bias, fused_norm, fused_cross_entropy):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Nothing())
+    for module, name in triton_kernels():
+        monkeypatch.setattr(module, name, Nothing())
     first = {one.idea: one for one in reversed(KERNELS)}
     monkeypatch.setattr(choose, "pick", lambda idea, *_: Choice(first[idea], ""))
     trunk = Trunk(ModelConfig(**SHAPE)).bfloat16().train()

@@ -1,11 +1,19 @@
-"""Dropout of hidden states on a CPU: its hash, its rate, and LayerNorm behind it in float64."""
+"""Dropout: its hash, rate, seeds and places, and LayerNorm behind it in float64."""
+
+import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hugging_face_models import FAMILIES, random_values
 
+from deberta_ds.model import dropout, encoder
+from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.dropout import Dropout, DropoutMask, ResidualNorm, mask_of, pass_keys
+from deberta_ds.model.encoder import ACTIVATIONS, Convolution
+from deberta_ds.training.step import seed_of, seed_step
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -80,3 +88,55 @@ def test_residual_norm_is_the_formula(kinds, within, dropout):
     expected = torch.autograd.grad(exact, exact_leaves, out_grad.double())
     for mine, right in zip(gradients, expected, strict=True):
         assert distance(mine, right) < within
+
+
+HIDDEN, PAIRS = 0.25, 0.125
+CONFIG = dataclasses.replace(FAMILIES["v2_conv"], hidden_dropout=HIDDEN, attention_dropout=PAIRS)
+
+
+def test_every_place_of_dropout_has_its_rate_in_training_and_none_in_evaluation(monkeypatch):
+    rates, mask_of = [], dropout.mask_of
+    monkeypatch.setattr(dropout, "mask_of", lambda rate, key: (
+        rates.append(rate) if rate else None, mask_of(rate, key))[1])
+    for name, function in (("attend", encoder.attend), ("attend_cls", encoder.attend_cls)):
+        monkeypatch.setattr(encoder, name, lambda *tensors, function=function, **options: (
+            rates.append(("pairs", options["dropout"])) or function(*tensors, **options)))
+    model, ids = random_values(Backbone(CONFIG)), torch.arange(40).view(2, 20)
+    model.train()(ids, torch.ones_like(ids))
+    # The input and the convolution; in each layer the relative table and behind both sublayers.
+    assert Counter(rates) == {HIDDEN: 2 + 3 * CONFIG.num_layers, ("pairs", PAIRS): 3}
+    rates.clear()
+    model.trunk.encode(torch.randn(2, 20, 48), torch.ones_like(ids), cls_only=True)
+    assert Counter(rates) == {HIDDEN: 2 + 3 * CONFIG.num_layers, ("pairs", PAIRS): 3}
+    plain = Backbone(FAMILIES["v2_conv"]).eval()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids, torch.ones_like(ids)),
+                           plain(ids, torch.ones_like(ids)))
+
+
+def test_the_convolution_drops_before_its_activation():
+    layer, hidden = random_values(Convolution(CONFIG)).train(), torch.randn(2, 9, 48)
+    key = torch.tensor([3, 4])
+    found = layer(hidden, hidden + 1, torch.ones(2, 9), key)
+    convolved = F.conv1d(hidden.mT, layer.weight, layer.bias, padding=1).mT.contiguous()
+    dropped = dropout.mask_of(HIDDEN, key).apply(convolved)
+    wanted = layer.norm(hidden + 1 + ACTIVATIONS[CONFIG.conv_activation](dropped))
+    torch.testing.assert_close(found, wanted)
+    padded = layer.eval()(hidden, hidden + 1, torch.tensor([[1] * 7 + [0] * 2] * 2), None)
+    assert padded.any(-1).tolist() == [[True] * 7 + [False] * 2] * 2
+
+
+def test_random_bits_at_the_threshold_are_kept():
+    zeros = torch.zeros(2, dtype=torch.int64)
+    assert DropoutMask(zeros, 0).mask(torch.empty(1)).tolist() == [1.0]  # whose bits are all 0
+
+
+def test_no_two_passes_have_the_same_dropout():
+    seeds = set()
+    for place in ((1, 2, 3, 4), (9, 2, 3, 4), (1, 9, 3, 4), (1, 2, 9, 4), (1, 2, 3, 9)):
+        seeds.add(seed_of(*place))
+        with seed_step(torch.device("cpu"), *place):
+            seeds.add(tuple(torch.stack(pass_keys(1, torch.device("cpu"))).flatten().tolist()))
+            assert torch.initial_seed() in seeds  # for heads and code of one's own
+    assert len(seeds) == 10

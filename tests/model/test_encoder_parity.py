@@ -8,6 +8,9 @@ padding, transformers attends uniformly and the official code to nothing.
 """
 
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,9 +24,11 @@ from hugging_face_models import (
 )
 
 from deberta_ds.data.batch import Batch
+from deberta_ds.model import encoder
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.model.init import init_parameters
 from deberta_ds.release import configs, names
 
 LENGTHS = (33, 128, 512)
@@ -218,3 +223,75 @@ def test_replaced_token_head_equals_rebuild(length):
         expected = F.linear(mixed, head.classifier.weight, head.classifier.bias).squeeze(-1)
     real = mask.bool()
     assert relative_error(logits[real], expected[real]) <= 1e-5
+
+
+CONFIG = dataclasses.replace(FAMILIES["v2_conv"], hidden_dropout=0.25,
+                             attention_dropout=0.125)
+
+
+def test_padding_leaves_the_input_block_as_zeros():
+    block = random_values(Backbone(CONFIG)).trunk.input.eval()
+    segments = torch.tensor([[1, 1, 2, 0]])
+    found = block(torch.randn(1, 4, 48), segments, None)
+    assert found[0].any(-1).tolist() == [True, True, True, False]
+
+
+def test_the_input_norm_of_16_bit_weights_is_computed_in_fp32():
+    norm = random_values(Backbone(CONFIG)).trunk.input.norm.bfloat16()
+    sums = 1e-3 * torch.randn(3, 48)  # so small that eps decides
+    wanted = F.layer_norm(sums.double(), (48,), norm.weight.double(), norm.bias.double(),
+                          CONFIG.norm_eps)
+    assert torch.equal(norm(sums), wanted.float().bfloat16())
+
+
+def test_first_values_are_samples_of_the_runs_seed():
+    model, generator = Backbone(CONFIG), torch.Generator().manual_seed(5)
+    init_parameters(model, 0.3, 5)
+    for name, values in model.named_parameters():
+        wanted = torch.full_like(values, not name.endswith("bias"))  # biases and norms
+        if values.ndim > 1:
+            wanted.normal_(0.0, 0.3, generator=generator)
+        assert torch.equal(values, wanted), name
+
+
+def test_a_detectors_logits_are_fp32_of_16_bit_states():
+    head = random_values(ReplacedTokenHead(CONFIG)).bfloat16()
+    logits = head(torch.randn(1, 5, 48).bfloat16(), torch.arange(5)[None])
+    assert logits.dtype == torch.float32 and logits.shape == (1, 5)
+
+
+def test_the_convolution_s_output_is_the_residual_of_the_next_layer(monkeypatch):
+    """A fused norm returns its output twice; behind a convolution the second one is old."""
+    model = random_values(Backbone(FAMILIES["v2_conv"])).eval()
+    ids = torch.arange(40).view(2, 20)
+    wanted = model(ids, torch.ones_like(ids))
+    plain = encoder.ResidualNorm.forward
+    monkeypatch.setattr(encoder.ResidualNorm, "forward",
+                        lambda *inputs: plain(*inputs)[:1] * 2)
+    assert torch.equal(model(ids, torch.ones_like(ids)), wanted)
+
+
+def test_masked_tokens_of_packed_documents_are_decoded_as_in_each_alone():
+    config, ids = FAMILIES["v3"], torch.arange(5, 25)
+    model = random_values(MaskedLm(config)).eval()
+    words = random_values(TokenEmbedding(config.vocab_size, config.hidden_size))
+
+    def states(ids, lengths, columns):
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        segments = torch.arange(1, 3)[:len(lengths)].repeat_interleave(torch.tensor(lengths))
+        batch = SimpleNamespace(
+            input_ids=ids[None], segments=segments[None], positions=positions[None],
+            target_positions=torch.tensor([columns]))
+        return model.target_states(words, batch)
+
+    alone = torch.cat([states(ids[:9], [9], [2, 8]), states(ids[9:], [11], [0, 6])])
+    torch.testing.assert_close(states(ids, [9, 11], [2, 8, 9, 15]), alone)
+
+
+def test_every_norm_has_the_eps_of_the_model():
+    config = dataclasses.replace(CONFIG, norm_eps=0.25)
+    norms = [module for network in (MaskedLm(config), ReplacedTokenHead(config))
+             for module in network.modules() if isinstance(module, torch.nn.LayerNorm)]
+    # Input, relative table, convolution, two per layer; of each head one.
+    assert len(norms) == 3 + 2 * config.num_layers + 2
+    assert {norm.eps for norm in norms} == {0.25}

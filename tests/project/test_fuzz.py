@@ -10,7 +10,7 @@ from deberta_ds.checkpoint.find import step_of
 from tools.fuzz.cases import CLASSES
 from tools.fuzz.commands import ROOT, Command, Server
 from tools.fuzz.judge import try_case
-from tools.fuzz.readers import READERS, finetune, own_task, pretrain
+from tools.fuzz.readers import finetune, own_task, pretrain
 from tools.fuzz.setting import prepare
 from tools.fuzz.toml_text import toml
 
@@ -55,10 +55,9 @@ def place(setting, tmp_path):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_no_broken_input_is_met_by_a_traceback_a_hang_or_silence(server, setting, tmp_path, name):
-    """A tenth of what `python -m tools.fuzz --cases 1000` tries; its help says what is violated."""
-    results = [try_case(name, seed, setting, server, tmp_path / "case") for seed in range(4)]
-    violations = [str(result) for result in results if result.violation]
-    assert not violations, "\n".join(violations)
+    """One of each of what CI tries at night by `python -m tools.fuzz`, whose help says what."""
+    result = try_case(name, 1, setting, server, tmp_path / "case")
+    assert not result.violation, result
 
 
 def one_line(outcome) -> str:
@@ -152,13 +151,6 @@ def test_a_split_of_a_benchmark_without_an_example_is_named(server, place, task,
     (place / f"superglue/{task}/{split}.jsonl").write_text(line + "\n")
     message = one_line(server.run(replace(finetune(task), directory=str(place))))
     assert f"{task}/{split}.jsonl: not a single example in it" in message
-
-
-def test_every_command_that_the_fuzzer_tries_succeeds_on_whole_inputs(server, setting, tmp_path):
-    """Otherwise a case would be a refusal of the command line, and say nothing of its input."""
-    for number, command in enumerate(command for kind in READERS.values() for command in kind):
-        outcome = server.run(replace(command, directory=str(setting.copy(tmp_path / f"{number}"))))
-        assert outcome.code == 0, (command, outcome.errors[-3000:])
 
 
 def limited(command: Command, place, file_limit_bytes: int | None) -> Command:

@@ -3,15 +3,14 @@ lies with them in golden/version_0_2_0.tar.xz) are read and resumed.
 """
 
 import json
-import subprocess
-import sys
 import tarfile
 
 import pytest
 import rank_helpers
-from launching import ENVIRONMENT, ROOT
+from launching import ROOT
 
 from deberta_ds.tracking.records import read_metrics
+from tools.fuzz.commands import Command, Server
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 # Relative: fp32 on another processor, over four updates of 4-dimensional models.
@@ -28,12 +27,21 @@ def made(tmp_path):
     return root
 
 
-def script(made, name: str, *arguments: str) -> str:
-    """Return what a script prints that is run where the files lie."""
-    done = subprocess.run([sys.executable, ROOT / name, *arguments], cwd=made, env=ENVIRONMENT,
-                          capture_output=True, text=True, timeout=240)
-    assert not done.returncode, done.stdout + done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture
+def script(server, made):
+    """Return a function: runs a script where the files lie, and returns what it prints."""
+    def run(name: str, *arguments: str) -> str:
+        done = server.run(Command(name, arguments, directory=str(made), timeout_seconds=240))
+        assert not done.code, done.output + done.errors
+        return done.output + done.errors
+
+    return run
 
 
 @pytest.mark.parametrize("kind, ranks", [("mlm", 1), ("rtd", 2), ("cached", 1)])
@@ -58,10 +66,10 @@ def test_a_run_goes_on_as_it_did(made, kind, ranks):
         assert one == pytest.approx(other, rel=CLOSE)
 
 
-def test_a_finished_and_a_killed_fine_tuning_are_known(made):
+def test_a_finished_and_a_killed_fine_tuning_are_known(made, script):
     arguments = (made / "finetune.args").read_text().split()
     before = (made / "finetuned/CB/seed-1/result.json").read_bytes()
-    printed = script(made, "launch/finetune.py", *arguments, "--out", "finetuned", "--seeds", "2")
+    printed = script("launch/finetune.py", *arguments, "--out", "finetuned", "--seeds", "2")
     assert "CB seed 1: already there" in printed
     assert "CB seed 2: goes on after step 9" in printed
     assert (made / "finetuned/CB/seed-1/result.json").read_bytes() == before
@@ -70,7 +78,7 @@ def test_a_finished_and_a_killed_fine_tuning_are_known(made):
     assert result["metrics"] == expected["metrics"] and result["steps"] == expected["steps"]
     for one, other in zip(result["history"], expected["history"], strict=True):
         assert one == pytest.approx(other, rel=1e-3)
-    script(made, "launch/predict.py", "--model", "finetuned/CB/seed-1", "--data",
+    script("launch/predict.py", "--model", "finetuned/CB/seed-1", "--data",
            "superglue/CB/test.jsonl", "--out", "again.jsonl")
     again, expected = ([json.loads(line)["prediction"] for line in
                         (made / name).read_text().splitlines()]
@@ -78,19 +86,19 @@ def test_a_finished_and_a_killed_fine_tuning_are_known(made):
     assert again == expected
 
 
-def test_a_corpus_and_its_findings_are_complete(made):
+def test_a_corpus_and_its_findings_are_complete(made, script):
     before = (made / "corpus/manifest.json").read_bytes()
-    script(made, "data_prep/dedup.py", "text.jsonl", "--out", "duplicates")
-    script(made, "data_prep/tokenize_corpus.py", "text.jsonl", "--out", "corpus", "--tokenizer",
+    script("data_prep/dedup.py", "text.jsonl", "--out", "duplicates")
+    script("data_prep/tokenize_corpus.py", "text.jsonl", "--out", "corpus", "--tokenizer",
            "spm.model", "--unit_bytes", "6000", "--leave_out", "duplicates")
-    script(made, "data_prep/pack.py", "corpus", "--seq_len", "32", "--tokenizer", "spm.model")
+    script("data_prep/pack.py", "corpus", "--seq_len", "32", "--tokenizer", "spm.model")
     assert (made / "corpus/manifest.json").read_bytes() == before
-    script(made, "data_prep/verify.py", "corpus", "--verify", "full")
+    script("data_prep/verify.py", "corpus", "--verify", "full")
 
 
-def test_a_run_is_scored_and_an_export_gives_a_run_its_weights(made):
-    script(made, "launch/evaluate.py", "--run", "rtd", "--data", "heldout", "--rows", "8")
-    printed = script(made, "launch/fill_mask.py", "--model", "export", "The old [MASK] runs.")
+def test_a_run_is_scored_and_an_export_gives_a_run_its_weights(script):
+    script("launch/evaluate.py", "--run", "rtd", "--data", "heldout", "--rows", "8")
+    printed = script("launch/fill_mask.py", "--model", "export", "The old [MASK] runs.")
     assert printed
-    script(made, "launch/pretrain.py", "--config", "rtd.toml", "--deepspeed_config", "zero1.json",
+    script("launch/pretrain.py", "--config", "rtd.toml", "--deepspeed_config", "zero1.json",
            "--init.from=export", "--out_dir=another", "--check")

@@ -12,10 +12,13 @@ import deberta_v1_files as public
 import hugging_face_models
 import numpy as np
 import pytest
+import rank_helpers
 import torch
 import torch.nn.functional as F
 import transformers
+from data_helpers import SENTENCES, make_corpus, random_documents
 from export_cases import same_networks
+from launching import deepspeed_json, losses, make_run, options_of
 from safetensors.torch import load_file
 
 from deberta_ds.base.errors import UserError
@@ -199,3 +202,45 @@ def test_another_tokenizer_or_one_without_rows_is_refused(hub, tmp_path):
     shutil.copy(hub / "merges.txt", hub_less)
     with pytest.raises(UserError, match=r"no token for mask.*add_mask"):
         Tokenizer(hub_less)
+
+
+@pytest.mark.multi
+def test_a_run_goes_on_from_public_files_and_is_exported_with_their_tokenizer(hub, tmp_path):
+    tokenizer, text = Tokenizer(hub), make_run(tmp_path, kind='"mlm"', steps="2",
+                                                warmup_steps="0").read_text()
+    for name, seed in (("v1_train", 0), ("v1_heldout", 9)):
+        make_corpus(tmp_path / name, [tokenizer.encode(one) for one in random_documents(60, seed)],
+                    tokenizer)
+    head, rest = text.split("[model]")
+    model = f"""[model]
+vocab_size = {-(-tokenizer.size // 64) * 64}
+hidden_size = 32
+num_layers = 3
+num_heads = 4
+intermediate_size = 64
+max_position = 64
+position_buckets = 0
+share_position_projections = false
+relative_norm = false
+key_bias = false
+[init]
+from = "{hub}"
+"""
+    data = rest[rest.index("[objective]"):].replace("/train", "/v1_train").replace(
+        "/heldout", "/v1_heldout").replace(f"{tmp_path}/spm.model", str(hub))
+    (tmp_path / "run.toml").write_text(head + model + data)
+    rank_helpers.run(1, options_of(tmp_path / "run.toml", deepspeed_json(tmp_path / "ds", 1)),
+                     tmp_path / "log")
+    assert list(losses(tmp_path / "out")) == [1, 2]
+    convert(tmp_path / "out", tmp_path / "hf", "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["architectures"] == ["DebertaForMaskedLM"]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for one in (*SENTENCES, *random_documents(20, seed=3)):
+        assert theirs(one)["input_ids"] == [tokenizer.cls_id, *tokenizer.encode(one),
+                                            tokenizer.sep_id]
+    convert(tmp_path / "hf", tmp_path / "ms", "ms")
+    convert(tmp_path / "ms", tmp_path / "back", "hf")
+    there, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert there.keys() == back.keys() and all(torch.equal(there[k], back[k]) for k in there)
+    assert Tokenizer(tmp_path / "back").sha256 == Tokenizer(tmp_path / "hf").sha256

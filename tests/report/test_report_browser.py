@@ -19,18 +19,15 @@ CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.whic
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync",
          "--hide-scrollbars")
-HOSTILE = [
-    "<script>document.title='owned'</script>",
-    "\"><img src=x onerror=\"document.title='owned'\">",
-    "'><svg onload='document.title=`owned`'></svg>",
-    "</style><script>document.title='owned'</script>",
-    "</title></script><script>document.title='owned'</script>",
-    "{{ 7 * 7 }}{% raw %}${document.title='owned'}",
-    "\" onmouseover=\"document.title='owned'\" x=\"",
-    "javascript:document.title='owned'",
-    "];document.title='owned';[",
-    "&lt;script&gt; &amp; \u202e \x00 \x1b[31m \U0001f600 </p></div></main>",
-]
+HOSTILE = ["<script>document.title='owned'</script>",
+           "\"><img src=x onerror=\"document.title='owned'\">",
+           "'><svg onload='document.title=`owned`'></svg>",
+           "</style><script>document.title='owned'</script>",
+           "</title></script><script>document.title='owned'</script>",
+           "{{ 7 * 7 }}{% raw %}${document.title='owned'}",
+           "\" onmouseover=\"document.title='owned'\" x=\"", "javascript:document.title='owned'",
+           "];document.title='owned';[",
+           "&lt;script&gt; &amp; \u202e \x00 \x1b[31m \U0001f600 </p></div></main>"]
 
 HOSTILE.append(" ".join(HOSTILE))  # the last one has it all
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizer_cases as cases
+import tokenizers
 import transformers
-from data_helpers import SENTENCES, tokenize
+from data_helpers import SENTENCES, random_documents, tokenize
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import encode
@@ -20,6 +21,7 @@ from deberta_ds.release.tokenizer_files import (
 )
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
+from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tokenizer.spm import model_proto
 
 ADDED = {"albert": [], "v3": [], "t5": ["<s>", "<mask>"], "llama_spm": ["<pad>", "<mask>"]}
@@ -194,3 +196,12 @@ def test_a_disk_that_fails_is_what_the_error_says(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.read_bytes", fail)
     with pytest.raises(UserError, match="spm.model: Input/output error; the disk or the network"):
         Tokenizer(path)
+
+
+def test_a_bpe_model_is_published_with_its_ids(tmp_path):
+    """`tokenizers` has no such model: the merges are read off the pieces and their scores."""
+    ours = Tokenizer(cases.sentencepiece_bpe(tmp_path / "spm.model"))
+    published = tokenizers.Tokenizer.from_str(build_tokenizer_json(ours))
+    assert published.token_to_id("[MASK]") == ours.mask_id
+    for text in (*RAW, *random_documents(50, seed=7)):
+        assert published.encode(text).ids[1:-1] == ours.encode(text), text

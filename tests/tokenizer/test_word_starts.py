@@ -1,12 +1,28 @@
-"""Word starts by id against word boundaries from the text, in many languages; masks hide words."""
+"""Words of a text: by its letters, by a function of one's own, in many scripts; masked whole."""
+
+import json
+import random
+import runpy
 
 import numpy as np
 import pytest
+from data_helpers import documents_of, run_main
 from tokenizer_cases import MAKERS, directory_of
+from transformers import AutoTokenizer
 from word_boundaries import compare_words
 
+from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
-from deberta_ds.data.masking import LONGEST_WORD, mask_row
+from deberta_ds.config.run_config import SourceConfig
+from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.quality import find_personal
+from deberta_ds.corpus.recipe import TokenizerRecipe
+from deberta_ds.corpus.stats import corpus_stats
+from deberta_ds.corpus.train_tokenizer import sample_texts, train_tokenizer
+from deberta_ds.data.corpus import Corpus, map_array
+from deberta_ds.data.masking import IGNORE, LONGEST_WORD, mask_row
+from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.shards import read_manifest
 from deberta_ds.tokenizer import Tokenizer
 
 # Written for this test: the same sentence or so, with punctuation, digits and a foreign word.
@@ -78,3 +94,124 @@ def test_a_masked_word_leaves_no_byte_of_itself_visible(name):
         for word in words:
             if len(word) <= min(LONGEST_WORD, hidden.sum()) and not special[ids[word]].any():
                 assert hidden[word].all() or not hidden[word].any()
+
+
+TEXT = ("中文没有空格，所以每个词片都是一个词。日本語も同じです。 Words like 42; ", "同じ カタ!")
+WORDS = """import re
+def words(text):
+    return re.findall(r"\\s*[^\\W\\d_]{1,4}|[\\s\\S]", text)  # as MeCab, white space in front
+def shorter(text): return text.split()
+def other(text): return text
+def failing(text): return words(text)[1000]
+"""
+
+
+@pytest.fixture
+def tokenize(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(WORDS)
+    (tmp_path / "a.jsonl").write_text("".join(
+        json.dumps({"text": text * count}, ensure_ascii=False) + "\n" for text in TEXT
+        for count in (1, 40)))
+    return lambda tokenizer, out, *options: run_main(
+        "data_prep/tokenize_corpus.py", "a.jsonl", "--out", out, "--workers", 1, "--tokenizer",
+        tokenizer, *options)
+
+
+@pytest.mark.parametrize("name", ["roberta", "llama", "sentencepiece"])
+def test_shards_and_masks_have_the_words_of_the_function(tokenize, tmp_path, name):
+    path = directory_of(name)
+    tokenizer, size = Tokenizer(path), Tokenizer(path).size
+    tokenize(path, "plain")
+    tokenize(path, "out", "--words", "own.py:words")
+    manifest = read_manifest("out")[0]
+    assert manifest.words.startswith("own.py:words sha256 ")
+    assert "words" not in json.loads((tmp_path / "plain/manifest.json").read_text())
+    made = [tmp_path / "out", tmp_path / "plain"]  # whole paths: open files are kept by name
+    stored, plain = (map_array(f"{out}/tokens/00000-000.npy") for out in made)
+    assert np.array_equal(stored % size, plain)
+    words = runpy.run_path("own.py")["words"]
+    starts = []
+    for text in (text * count for text in TEXT for count in (1, 40)):
+        text = text if tokenizer.normalizes_itself else text.strip()
+        begins = {sum(map(len, words(text)[:number])) for number in range(len(words(text)))}
+        before = 0
+        for start, end in tokenizer.encode_with_offsets(text)[1]:
+            starts.append(bool(begins & set(range(before, start + 1))))
+            before = end
+    assert np.array_equal(tokenizer.stored_word_starts()[stored], starts)
+    assert corpus_stats("out", tokenizer).word_starts == sum(starts)
+    run_main("data_prep/pack.py", "out", "plain", "--tokenizer", path, "--seq_len", 64)
+    rows = RowDataset([SourceConfig(path=str(made[0]))], tokenizer, seq_len=64, seed=0,
+                      mask=MaskConfig(rate=0.4))
+    corpus = Corpus(made[0], seq_len=64)
+    for g in range(corpus.num_rows):
+        row, pieces = rows[g], corpus.stored_row(rows.locate(g)[1])
+        target, at = row.labels != IGNORE, 1
+        assert target.any() and row.input_ids.max() < size and row.labels.max() < size
+        for piece, ids in zip(pieces, corpus.row(rows.locate(g)[1]), strict=True):
+            assert np.array_equal(ids, piece % size)
+            hidden = target[at:at + len(piece)]
+            for word in np.split(hidden, np.flatnonzero(
+                    tokenizer.stored_word_starts()[piece])):
+                assert word.all() or not word.any() or len(word) > min(LONGEST_WORD, target.sum())
+            at += len(piece) + 2
+
+
+@pytest.mark.parametrize(("function", "message"), [
+    ("own.py:shorter", "a.jsonl:1: own.py:shorter changed the text at ' Words like 42"),
+    ("own.py:other", "a.jsonl:1: own.py:other returned str; it must return a list"),
+    ("own.py:failing", "a.jsonl:1: own.py:failing failed on this document: IndexError.*line 6"),
+    ("own.py:none", "words: own.py has no none"), ("jieba", "'jieba' is not FILE.py:NAME")])
+def test_a_function_that_gives_no_words_is_named(tokenize, function, message):
+    with pytest.raises(UserError, match=message):
+        tokenize(directory_of("sentencepiece"), "out", "--words", function)
+
+
+SYLLABLES = "กา ขี้ คำ งาน จะ ดี ที่ ไม่ มา น้ำ ผู้ เรียน".split()
+
+
+def test_wordpiece_knows_every_stretch_of_letters(tmp_path):
+    """A word of more than 100 characters is unknown to WordPiece, and here a line is one word."""
+    generator, read = random.Random(0), ReadOptions(documents="line")
+    lines = ["".join(generator.choices(SYLLABLES, k=generator.randint(5, 120))) + " abc"
+             for _ in range(200)]
+    lines += ["ที่" * 120, "a" * 150]  # 40 letters with their marks are more than 100 characters
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    wanted = TokenizerRecipe(kind="wordpiece", vocab_size=120, character_coverage=1.0)
+    ours = train_tokenizer(plan_units([str(tmp_path / "a.txt")], read), tmp_path / "out", wanted,
+                           read=read)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert max(map(len, lines)) > 300
+    for line in lines:
+        ids = ours.encode(line)
+        assert ours.unk_id not in ids and ours.decode(ids).replace(" ", "") == line.replace(" ", "")
+        assert theirs.encode(line, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize(("text", "kind"), [
+    ("連絡はfoo@corp.jpまで。", "email"), ("電話は+81 3 4111 2222へ", "phone"),
+    ("サーバ93.184.216.34です", "ip"),
+    ("番号4111 1111 1111 1111です", "card"), ("口座DE89 3704 0044 0532 0130 00です", "iban"),
+    ("อีเมลfoo@corp.co.thครับ", "email")])
+def test_personal_data_between_letters_is_masked(text, kind):
+    masked, found = find_personal(text, (kind,))
+    assert found == {kind: 1} and masked[0] == text[0] and masked[-1] == text[-1]
+
+
+@pytest.mark.parametrize("pattern", ["第[一二三]章", r"第\w章", "(?i)第.章"])
+def test_a_pattern_of_other_letters_splits_documents(tmp_path, pattern):
+    (tmp_path / "book.txt").write_text("第一章 春\nあ\n第二章 夏\nい\n第三章 秋\nう\n")
+    found = documents_of(tmp_path / "book.txt", documents=f"match:{pattern}")
+    assert [document.text[:3] for document in found] == ["第一章", "第二章", "第三章"]
+
+
+def test_a_sample_takes_its_share_of_files_that_are_one_document(tmp_path):
+    """One line of a whole book took all of the sample, and the next file nothing."""
+    for name, letter in (("a", "あ"), ("b", "ก")):
+        (tmp_path / f"{name}.txt").write_text(letter * 300_000)
+    read = ReadOptions()
+    units = plan_units([str(tmp_path)], read, unit_bytes=1)
+    sample = "".join(sample_texts(units, 90_000, read))
+    assert len(units) == 2 and abs(sample.count("あ") - sample.count("ก")) <= 1_000
+    assert 90_000 <= len(sample.encode()) < 100_000

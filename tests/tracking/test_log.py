@@ -1,16 +1,22 @@
-"""RunLog: what the console shows of the records, and what goes to metrics.jsonl and TensorBoard."""
+"""RunLog, its records and trackers: console, metrics.jsonl, TensorBoard, wandb and mlflow."""
 
 import io
 import json
+import logging
+import math
 import subprocess
 import sys
+import time
+import types
 
 import pytest
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import format_count, format_duration, format_value
+from deberta_ds.config.run_config import LogConfig
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import OBJECTIVES
+from deberta_ds.tracking import records, trackers
 from deberta_ds.tracking.log import RunLog
 from deberta_ds.tracking.records import read_metrics
 
@@ -176,3 +182,157 @@ def test_numbers_for_humans():
               (3.4121, "number"): "3.412", (1.5 * 2**30, "bytes"): "1.50 GiB",
               (0.0231, "points"): "+2.31 pts", (7.5e12, "number"): "7.50T"}
     assert {key: format_value(*key) for key in values} == values
+
+
+GOOD = '{"kind": "train", "step": 1, "loss": 2.5}'
+
+
+@pytest.mark.parametrize(
+    "line, rule",
+    [('{"kind": "train", "step": 3', "not a whole JSON object"), ('["train", 3]', '"kind"'),
+     ('{"kind": "training", "step": 3}', '"kind"'), ('{"kind": ["train"], "step": 3}', '"kind"'),
+     ('{"kind": "train", "step": 3.5}', '"step"'), ('{"kind": "train", "step": -1}', '"step"'),
+     ('{"kind": "train", "step": true}', '"step"'),
+     ('{"kind": "train", "step": 3, "loss": "low"}', '"loss"'),
+     ('{"kind": "train", "step": 3, "loss": [1]}', '"loss"'),
+     ('{"kind": "train", "step": 3, "loss": Infinity}', '"loss"'),
+     ('{"kind": "train", "step": 3, "loss": 1e308}', '"loss"'),
+     ('{"kind": "event", "step": 3, "event": 5}', '"event"'),
+     ('{"kind": "event", "step": 3}', '"event"'),
+     ('{"kind": "train", "step": 3, "detail": null}', '"detail"'), ("", "not a whole JSON object"),
+     ("[" * 200_000, "not a record"),
+     ('{"kind": "train", "step": ' + "1" * 9_000 + "}", "not a record")])
+def test_a_bad_line_is_named(tmp_path, line, rule):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{GOOD}\n{line}\n")
+    with pytest.raises(UserError, match="metrics.jsonl, line 2") as error:
+        read_metrics(path)
+    assert rule in str(error.value) and len(str(error.value)) < 400 + len(str(path))
+
+
+def test_the_perplexity_of_a_diverged_run_does_not_end_it(tmp_path):
+    """A loss of 700 has a perplexity of 1e304, which the file refused: the run stopped with it."""
+    path = tmp_path / "metrics.jsonl"
+    record = {"kind": "eval", "step": 3, "loss": 700.0, "perplexity": math.exp(700.0),
+              "grad_norm": math.nan, "gain": -math.inf, "count": 10**12}
+    records.append(path, record)
+    assert read_metrics(path) == [record | dict.fromkeys(("perplexity", "grad_norm", "gain"))]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from deberta_ds.tracking import records
+from deberta_ds.base.errors import UserError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+for step in range(1000):
+    try:
+        records.append(path, {"kind": "train", "step": step, "loss": 1 / (step + 1)})
+    except UserError as error:
+        assert "metrics.jsonl: " in str(error) and "ulimit -f" in str(error), error
+        break
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+records.append(path, {"kind": "train", "step": step, "loss": 1.0})
+print(step)
+"""
+
+
+def test_a_write_that_fails_half_way_leaves_whole_lines(tmp_path):
+    """A file size limit fails as a full disk does: in the middle of a line."""
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    steps = [record["step"] for record in read_metrics(path)]
+    assert steps == list(range(int(done.stdout) + 1)) and len(steps) > 5
+
+
+def test_a_torn_last_line_is_left_out_and_cut_by_the_next_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{GOOD}\n{GOOD}")  # nothing is lost but the end of the line
+    assert len(read_metrics(path)) == 2
+    records.truncate(path, json.loads(GOOD)["step"])
+    assert len(read_metrics(path)) == 2
+    path.write_text(f"{GOOD}\n" + "\0" * 100)  # what a file system may leave after a power cut
+    assert len(read_metrics(path)) == 1
+    path.write_text(f'{GOOD}\n{{"kind": "event", "step": 9, "event": "save"}}\n{GOOD[:-5]}')
+    assert [record["kind"] for record in read_metrics(path)] == ["train", "event"]
+    records.truncate(path, 0)
+    assert [record["kind"] for record in read_metrics(path)] == ["event"]
+    records.append(path, json.loads(GOOD))
+    assert len(read_metrics(path)) == 2
+
+
+RECORD = {"kind": "train", "step": 3, "loss": 2.5, "grad_norm": None}
+
+
+def test_a_service_without_its_library_is_named(monkeypatch):
+    assert trackers.chosen(LogConfig()) == [trackers.tensorboard]
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="log.wandb = 'mine': needs the package wandb; pip install"):
+        trackers.chosen(LogConfig(wandb="mine"))
+
+
+@pytest.mark.parametrize("where", ["init", "log"])
+def test_a_service_that_fails_is_said_once(monkeypatch, tmp_path, caplog, where):
+    def fail(*_, **__):
+        raise RuntimeError("no network\nand a long story")
+
+    log = types.SimpleNamespace(log=fail, finish=fail)
+    library = types.SimpleNamespace(init=fail if where == "init" else lambda **_: log)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    with caplog.at_level(logging.WARNING, "deberta_ds"):
+        tracker = trackers.wandb("project")(tmp_path, None)
+        for _ in range(3):
+            tracker.write(RECORD)
+        tracker.close()
+    assert caplog.messages == [
+        "WARNING: Weights & Biases gets nothing more of this run: no network"]
+
+
+def test_the_id_of_a_wandb_run_is_kept_with_it(monkeypatch, tmp_path):
+    """It was a hash of the path: two runs shared one, and a run that was moved had another."""
+    ids = []
+    log = types.SimpleNamespace(log=print, finish=print)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(
+        init=lambda id, **_: ids.append(id) or log))
+    for name, purge_step in (("a", 1), ("a", 3), ("b", 3), ("b", 1)):  # 1: from step 0
+        (tmp_path / name).mkdir(exist_ok=True)
+        trackers.wandb("project")(tmp_path / name, purge_step)
+        if purge_step == 3 and name == "a":
+            (tmp_path / "a").rename(tmp_path / "b")
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+
+
+def test_wandb_offline(monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "x"}}))
+    for purge_step in (None, 3):
+        tracker = trackers.wandb("project")(tmp_path, purge_step)
+        tracker.write(RECORD)
+        tracker.close()
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    deadline = time.monotonic() + 30  # its service process writes behind our back
+    while not all(b"train/loss" in file.read_bytes() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert len({file.name for file in files}) == 1  # both parts are one run there
+
+
+def test_mlflow_in_a_directory(monkeypatch, tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'mlruns'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file://{tmp_path / 'mlruns'}")
+    for purge_step in (None, 3):
+        tracker = trackers.mlflow("experiment")(tmp_path, purge_step)
+        tracker.write(RECORD | {"step": 2 + (purge_step or 0)})
+        tracker.close()
+    run_id = (tmp_path / "mlflow-run.txt").read_text().strip()
+    history = mlflow.MlflowClient().get_metric_history(run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(2, 2.5), (5, 2.5)]

@@ -3,9 +3,11 @@
 import dataclasses
 import os
 import types
+from types import SimpleNamespace
 
 import pytest
 import rank_helpers
+import torch
 from launching import deepspeed_json, make_run, options_of
 
 from deberta_ds.base.errors import UserError
@@ -102,9 +104,9 @@ def test_what_is_better():
     assert (one.step, one.without) == (10, 3)
     assert one.accept(metrics["roc_auc"], 50, 0.61) and one.without == 0
     for key in ("generator_loss", "generator_perplexity", "discriminator_loss"):
-        assert metrics[key].is_better(1.0, 2.0) and not metrics[key].is_better(2.0, 2.0)
+        assert [metrics[key].is_better(x, 2.0) for x in (1.0, 2.0, 3.0)] == [True, False, False]
     for key in ("generator_accuracy", "average_precision", "discriminator_gain"):
-        assert metrics[key].is_better(2.0, 1.0)
+        assert [metrics[key].is_better(x, 2.0) for x in (1.0, 2.0, 3.0)] == [False, False, True]
 
 
 def test_a_score_that_is_not_measured_is_named(tmp_path):
@@ -133,3 +135,13 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     assert best.continued(wanted, saved, "x")[0].without == 2
     none = best.Best("", scored="")
     assert best.continued(run, saved, "") == (none, "") == best.continued(run, {}, "")
+
+
+def test_the_best_is_of_the_same_masks_as_well():
+    def rows(label: int):
+        return {"a": [SimpleNamespace(input_ids=torch.tensor([1, 2]).numpy(),
+                                      labels=torch.tensor([-100, label]).numpy())]}
+
+    run = SimpleNamespace(train=SimpleNamespace(best_metric="generator_loss"))
+    first, same, other = (best.what_is_scored(run, rows(label), []) for label in (5, 5, 6))
+    assert first == same != other

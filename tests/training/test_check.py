@@ -61,7 +61,8 @@ def test_a_check_refuses_what_a_start_would(tmp_path):
                      tmp_path / "file.log")
     assert f"{tmp_path / 'file'} is a file; choose another directory" in text
     assert wait(start(1, [*command, "--train.stop_after=1"], tmp_path / "log")) == [0]
-    for extra, said in ((["--resume", "never"], "holds checkpoints"),
+    for extra, said in ((["--resume", "never"], "use --resume auto, or another out_dir"),
+                        (["--train.global_batch_size=7"], "micro_batch_size x world size"),
                         (["--train.global_batch_size=4"], "is of another run"),
                         (["--resume", str(tmp_path)], "not a whole checkpoint"),
                         (["--train.upload=ftp://127.0.0.1:9/run"], "must allow to write")):

@@ -1,11 +1,12 @@
-"""What a run says of its machine: a name of the hardware, the commit of the source, its memory."""
+"""What a run and the doctor say of a machine: hardware, commit, memory, what would stop a run."""
 
 import subprocess
 
 import numpy as np
 import torch
 
-from deberta_ds.training import meters
+from deberta_ds.base.errors import UserError
+from deberta_ds.training import doctor, meters
 
 CPU = torch.device("cpu")
 
@@ -27,3 +28,20 @@ def test_commit_is_the_checkouts_and_empty_where_there_is_none(monkeypatch, tmp_
     for place in (package / "machine.py", "/proc/deberta_ds/training/machine.py"):
         monkeypatch.setattr(meters, "__file__", str(place))
         assert meters.source() == {"commit": "", "branch": ""}
+
+
+def test_the_report_of_this_machine(process_group, capsys):
+    assert doctor.examine() == []
+    text = capsys.readouterr().out
+    for words in ("packages: torch ", "cores", "TRITON_CACHE_DIR: /", "TFLOP/s", "GB/s",
+                  "kernels: attention tiled", "one layer of base, 4 x 128", "would stop a run"):
+        assert words in text, text
+
+
+def test_a_kernel_that_fails_is_a_problem(process_group, capsys, monkeypatch):
+    def fail(*_arguments, **_more):
+        raise UserError("a kernel fails its check; --model.attention=dense")
+
+    monkeypatch.setattr(doctor.kernel_table, "choices", fail)
+    assert doctor.examine() == ["a kernel fails its check; --model.attention=dense"]
+    assert "PROBLEM: a kernel fails its check" in capsys.readouterr().out

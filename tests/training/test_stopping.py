@@ -4,13 +4,13 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import rank_helpers
+import signal_trials
 from launching import ROOT, deepspeed_json, make_run, options_of
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
@@ -23,9 +23,6 @@ from deberta_ds.training import bad_steps
 from deberta_ds.training import step as train_step
 from deberta_ds.training.bad_steps import SpikeRule
 from deberta_ds.training.step import BadStepError
-
-sys.path.insert(0, str(ROOT / "tools/faults"))
-import signal_table  # noqa: E402
 
 
 @pytest.fixture
@@ -52,13 +49,12 @@ def wait_for_step(step: int, processes: list, root: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.multi
 @pytest.mark.slow
-def test_a_signal_to_one_rank_saves_on_all_and_asks_for_a_requeue(job, number):
+def test_a_signal_to_one_rank_saves_on_all_and_asks_for_a_requeue(job):
     arguments, root = job
     processes = start_and_reach(3, arguments, root)
-    os.kill(processes[1].pid, number)
+    os.kill(processes[1].pid, signal.SIGUSR1)
     assert rank_helpers.wait(processes) == [EXIT_REQUEUE] * 2, (root / "log").read_text()[-4000:]
     events = [r for r in read_metrics(root / "out/metrics.jsonl") if r["kind"] == "event"]
     assert [e["event"] for e in events] == ["start", "save", "stop"]
@@ -70,16 +66,15 @@ def test_a_signal_to_one_rank_saves_on_all_and_asks_for_a_requeue(job, number):
     assert steps == list(range(1, step + 2))
 
 
-@pytest.mark.parametrize(("frozen", "number"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP),
-                                                (1, signal.SIGKILL)])
 @pytest.mark.multi
 @pytest.mark.slow
-def test_the_watchdog_names_a_frozen_or_killed_rank(job, frozen, number):
+def test_the_watchdog_names_a_frozen_rank(job):
+    """Of a run; the others, and killed ones: cluster/test_watchdog.py."""
     arguments, root = job
     processes = start_and_reach(3, [*arguments, "--train.watchdog_seconds=10"], root)
-    victim, other = processes[frozen], processes[1 - frozen]
+    other, victim = processes
     started = time.monotonic()
-    os.kill(victim.pid, number)
+    os.kill(victim.pid, signal.SIGSTOP)
     try:
         other.join(90)
         assert other.exitcode == EXIT_STUCK
@@ -87,7 +82,7 @@ def test_the_watchdog_names_a_frozen_or_killed_rank(job, frozen, number):
     finally:
         rank_helpers.kill(processes)
     text = (root / "log").read_text()
-    assert f"rank {frozen} on {os.uname().nodename} (pid {victim.pid}): SILENT" in text
+    assert f"rank 1 on {os.uname().nodename} (pid {victim.pid}): SILENT" in text
     assert "last step" in text
     assert "in run_to_end" in text, text  # whichever collective it waits in
 
@@ -190,7 +185,7 @@ def test_the_shipped_fp16_scale_settles_after_two_overflows(bad_step_runs):
 @pytest.mark.slow
 def test_a_signal_saves_with_the_shipped_workers(tmp_path, launcher, what, code):
     """The loader's worker gets the signal, too; DeepSpeed's launcher ends and leaves its ranks."""
-    result = signal_table.trial(launcher, what, DataConfig.workers, tmp_path)
+    result = signal_trials.trial(launcher, what, DataConfig.workers, tmp_path)
     text = (tmp_path / "log").read_text()
     assert (result.exit_code, result.saved_step) == (code, result.last_step), text[-4000:]
     assert result.last_step >= 3 and result.left_running == 0
@@ -199,7 +194,7 @@ def test_a_signal_saves_with_the_shipped_workers(tmp_path, launcher, what, code)
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_and_says_where_the_run_goes_on(tmp_path):
-    result = signal_table.trial("python", "Ctrl-C twice", DataConfig.workers, tmp_path)
+    result = signal_trials.trial("python", "Ctrl-C twice", DataConfig.workers, tmp_path)
     text = (tmp_path / "log").read_text()
     assert (result.exit_code, result.saved_step, result.left_running) == (130, 0, 0), text[-4000:]
     assert "The same command goes on from step 0" in text and "Traceback" not in text
@@ -252,3 +247,15 @@ def test_two_runs_on_one_out_dir(job):
                                                  root / "third.log"))
     assert third == [0], (root / "third.log").read_text()[-4000:]
     assert not (root / "out" / lock.NAME).exists()
+
+
+def test_a_rollback_goes_on_with_the_losses_of_its_checkpoint(monkeypatch):
+    monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(Path("step-1")))
+    monkeypatch.setattr(bad_steps.find, "load", lambda *_: None)
+    monkeypatch.setattr(bad_steps, "read_run_record", lambda path: SimpleNamespace(
+        recent_losses=[2.0, 3.0]))
+    train = TrainConfig(on_spike="rollback", spike_sigmas=3.0, global_batch_size=8,
+                        micro_batch_size=8, steps=9)
+    found = bad_steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None, [2.0, 3.0, 9.0])
+    found.skip(5, "the loss is nan")
+    assert list(found.spikes.losses) == [2.0, 3.0]

@@ -3,12 +3,17 @@
 import math
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import thread_ranks
 import torch
+from data_helpers import RUN_RECORD
 
-from deberta_ds.training import goodput
+from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.config.run_config import TrainConfig
+from deberta_ds.training import best, goodput, journal, saver
 from deberta_ds.training.meters import (
     Meters,
     SpeedMeter,
@@ -118,3 +123,57 @@ def test_a_meter_measures_loading_and_computing_until_it_is_read():
     with meter.computing():
         time.sleep(0.02)
     assert 0.04 <= meter.read() < 5 and meter.read() == 0.0
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_journal_goes_on_where_its_checkpoint_was(monkeypatch):
+    run = SimpleNamespace(train=TrainConfig(
+        steps=20, global_batch_size=8, micro_batch_size=8, initial_batch_size=0,
+        batch_warmup_steps=0))
+    monkeypatch.setattr(journal.run_config, "to_dict", lambda run: {})
+    lines, record = [], RunRecord(**RUN_RECORD | {
+        "step": 10, "tokens_seen": 70, "config": {}, "since_line": {"tokens": 5.0}})
+    monkeypatch.setattr(journal, "objective_of", lambda run: SimpleNamespace(
+        flops_per_token=lambda run: 1.0, means=lambda run, sums: sums))
+    inputs = SimpleNamespace(ds={}, tokenizer=SimpleNamespace(sha256=""), dataset=SimpleNamespace(
+        num_rows={"a": 40}), identity=lambda: {})
+    started = SimpleNamespace(
+        record=record, inputs=inputs, lost_before=5.0, lost_now=2.0,
+        found=SimpleNamespace(begun_from=""), log=SimpleNamespace(metrics=lines.append),
+        engine=SimpleNamespace(device=CPU, get_global_grad_norm=lambda: 1.5))
+    mine = journal.Journal(run, started, None)
+    mine.meters.speed._seconds = 8.0
+    mine.step += 2  # 16 of its 160 sequences
+    mine.count(SimpleNamespace(sums={"tokens": 9.0}))
+    saved = mine.run_record(SimpleNamespace(spikes=SimpleNamespace(losses=[])), best.Best(
+        "", scored=""))
+    assert saved.since_line == {"tokens": 14.0} and saved.tokens_seen == 79
+    mine.train_line(0.1)
+    (line,) = lines
+    assert (line["restarts_seconds"], line["epochs"], line["tokens"]) == (7.0, 2.4, 14.0)
+    assert line["eta_seconds"] == pytest.approx(8 / 16 * 64)
+
+
+def test_a_checkpoint_is_finished_when_every_rank_has_written(monkeypatch):
+    monkeypatch.setattr(saver, "finish_save", lambda one: Path("whole"))
+
+    def finish(rank: int):
+        mine = saver.Saver.__new__(saver.Saver)
+        mine.engine, mine.uploads, mine.begun_at = SimpleNamespace(device=CPU), None, 0.0
+        mine.in_background = SimpleNamespace(is_written=lambda: rank == 0)
+        return mine.finish(wait=False)
+
+    monkeypatch.setattr(saver.dist, "sum_over_ranks",
+                        lambda value: sum(saver.dist.gather_objects(value)))
+    monkeypatch.setattr(saver.dist, "is_main", lambda: saver.dist.rank() == 0)
+    assert thread_ranks.run(2, finish) == [None, None]
+
+
+def test_the_end_of_the_metrics_is_uploaded_too():
+    begun, mine = [], saver.Saver.__new__(saver.Saver)
+    mine.train = SimpleNamespace(upload="s3://a/b")
+    mine.uploads = SimpleNamespace(begin=lambda: begun.append(1), is_running=lambda: False)
+    mine.finish_uploads(None)
+    assert begun == [1]

@@ -25,20 +25,12 @@ from deberta_ds.model.kernels.attention import backward, forward, gathered, posi
 
 REACH = Geometry(512, 256).reach  # of every released v2 and v3 model
 
-FLASH = {
-    "forward": forward.forward_kernel,
-    "query": backward.query_kernel,
-    "key": backward.key_kernel,
-}
-PRODUCTS = {
-    "bias": position_bias.bias_kernel,
-    "rows": position_bias.row_gradient_kernel,
-    "content": backward.content_kernel,
-    "table": position_bias.table_gradient_kernel,
-    "columns": gathered.columns_kernel,
-    "skew": gathered.skew_kernel,
-    "spread": gathered.spread_kernel,
-}
+FLASH = {"forward": forward.forward_kernel, "query": backward.query_kernel,
+         "key": backward.key_kernel}
+PRODUCTS = {"bias": position_bias.bias_kernel, "rows": position_bias.row_gradient_kernel,
+            "content": backward.content_kernel, "table": position_bias.table_gradient_kernel,
+            "columns": gathered.columns_kernel, "skew": gathered.skew_kernel,
+            "spread": gathered.spread_kernel}
 KERNELS = FLASH | PRODUCTS
 FLOAT_POINTERS = {"LSE", "ROW_DOT", "C2P_EDGES", "P2C_EDGES", "D_C2P_EDGES", "D_P2C_EDGES"}
 FLOAT_POINTERS |= {"EDGES", "D_EDGES", "D_TABLE"}

@@ -1,7 +1,7 @@
 """kill -9 at random moments, resume, compare every loss with an unbroken run.
 
     python tools/faults/kill_sweep.py --stage 3 --kills 20 --seed 1 \\
-        --out benchmarks/results/kill_sweep_zero3.json
+        --out kill_sweep_zero3.json
 
 Two ranks of a tiny RTD run. Two kills of five wait for a checkpoint to be half-written. Either all
 ranks are killed at once, or one of them, and the rest a moment later. After each kill every line of

@@ -11,11 +11,13 @@ that does not name the file. Each is printed with the seed of its case, which ma
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from tools.fuzz.cases import CLASSES
 from tools.fuzz.commands import Server
 from tools.fuzz.judge import try_case
+from tools.fuzz.readers import READERS
 from tools.fuzz.setting import prepare
 
 
@@ -24,6 +26,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--class", nargs="+", dest="classes", choices=CLASSES, default=[*CLASSES])
+    parser.add_argument("--whole", action="store_true",
+                        help="first run every command that reads a class on whole inputs")
     parser.add_argument("--again", nargs="+", default=[], metavar="CLASS:SEED")
     parser.add_argument("--verbose", action="store_true", help="print every case, and all output")
     options = parser.parse_args()
@@ -33,6 +37,13 @@ def main() -> None:
     bad = 0
     with tempfile.TemporaryDirectory() as root, Server() as server:
         setting = prepare(Path(root) / "whole", server)
+        for number, command in enumerate(
+                command for kind in READERS.values() for command in kind if options.whole):
+            place = str(setting.copy(Path(root) / f"whole-{number}"))
+            outcome = server.run(replace(command, directory=place))
+            if outcome.code:  # a case of it would say nothing of its input
+                bad += 1
+                print(f"on whole inputs: {command}\n{outcome.errors[-3000:]}", flush=True)
         for name, seed in cases:
             result = try_case(name, seed, setting, server, Path(root) / "case")
             bad += bool(result.violation)

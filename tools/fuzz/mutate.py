@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 LONG = "x" * 5000
 TEXTS = ["", " ", "\u0000", "\u202e\u0661", "../../etc/passwd", "nan", "-1", "true", "auto", LONG,
          "<script>alert(1)</script>", "%s{}$(id)", "\U0001f600" * 50, "/", "a\nb", "'\"", "\ud800",
-         ".", "..", "~", "\\", "1e999", "\x1b[2J", "{x}", "a/b/c", "\ufeff"]
+         ".", "..", "~", "\\", "1e999", "\x1b[2J", "{x}", "a/b/c", "\ufeff", "\u200b", "\u2028",
+         "@placeholder", "@highlight", "'s"]
 NUMBERS = [0, 1, -1, 2, 3, 7, -2, 10**6, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, -0.5, 1e-300,
            1e308, 1.5, 2.0, -0.0]
 NOT_FINITE = [float("nan"), float("inf"), float("-inf")]

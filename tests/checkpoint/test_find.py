@@ -1,86 +1,19 @@
-"""What lost a wait or a byte of a save without a test noticing (docs/evidence/reliability.md)."""
+"""Which checkpoints are found, kept, deleted and put back, and what their run.json must hold."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import thread_ranks
 import torch
 from data_helpers import RUN_RECORD, fake_checkpoint
-from safetensors.torch import load_file
-from test_saving import engine_state  # noqa: F401
 
-from deberta_ds.base import files
 from deberta_ds.checkpoint import find, save
-from deberta_ds.checkpoint.find import CheckpointError
-from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.checkpoint.saved_state import SavedState, rank_file
-from deberta_ds.engine.layout import Piece, replicated
+from deberta_ds.engine.layout import CheckpointError, Piece, replicated
 from deberta_ds.engine.state import COUNTERS, Buffer
-
-RECORD = RunRecord(**RUN_RECORD | {"step": 5, "config": {}})
-
-
-def test_the_manifest_is_written_when_all_else_is_on_the_disk(
-        tmp_path, monkeypatch, engine_state):  # noqa: F811
-    """fsync of every file, then of the directory, the manifest, and the directory above."""
-    path, done, fsync = find.path_of(tmp_path, 5), [], os.fsync
-
-    def noted(descriptor):
-        fsync(descriptor)
-        there = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        done.append(there.relative_to(tmp_path).as_posix().split("/step-00000005")[-1])
-
-    monkeypatch.setattr(files.os, "fsync", noted)
-    read = {"spm.model": files.ReadFile(tmp_path / "gone", b"a tokenizer")}
-    save.finish_save(save.begin_save(None, tmp_path, RECORD, 3, read))
-    assert (path / "spm.model").read_text() == "a tokenizer" and not find.problems_of(path)
-    manifest = max(n for n, name in enumerate(done) if find.MANIFEST in name)
-    assert f"/{rank_file(0)}" in done[:manifest] and done[-1] == "checkpoints"
-    done.clear()
-    one = save.Save(path, 3)
-    save._write_manifest(one, [{rank_file(0): {}}])
-    before, temporary, *after = done
-    assert before == "" and find.MANIFEST in temporary and after == ["", "checkpoints"]
-
-
-def test_one_rank_that_cannot_write_is_an_error_on_all(
-        tmp_path, monkeypatch, engine_state):  # noqa: F811
-    write = save.write_stream
-
-    def fail(path, *arguments):
-        if path.name == rank_file(1):
-            raise OSError(5, "Input/output error")
-        return write(path, *arguments)
-
-    monkeypatch.setattr(save, "write_stream", fail)
-
-    def attempt(rank):
-        with pytest.raises(CheckpointError, match="rank 1: "):
-            save.save(None, tmp_path, RECORD, 3)
-        return True
-
-    assert thread_ranks.run(3, attempt) == [True] * 3
-    assert not find.list_steps(tmp_path)
-
-
-def test_an_optimizer_on_nvme_is_written_in_the_foreground(
-        tmp_path, monkeypatch, engine_state):  # noqa: F811
-    monkeypatch.setattr(save, "is_on_disk", lambda engine: True)
-    one = save.begin_save(None, tmp_path, RECORD, 3, in_background=True)
-    assert one.thread is None and one.entries
-
-
-def test_a_stream_of_several_types_is_a_safetensors_file(tmp_path):
-    tensors = {"a": torch.randn(3).bfloat16(), "bcd": torch.randn(5), "e": torch.arange(2)}
-    described = [(name, tensor.dtype, tensor.numel()) for name, tensor in tensors.items()]
-    save.write_stream(tmp_path / "one", described, tensors.items())
-    found = load_file(tmp_path / "one")
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert int.from_bytes((tmp_path / "one").read_bytes()[:8], "little") % 8 == 0
 
 
 def test_retention_keeps_the_newest_the_spared_and_what_is_not_finished_yet():
@@ -186,3 +119,37 @@ def test_a_frozen_parameter_of_16_bits_is_read_as_fp32(tmp_path):
         "scalars": {}, "buffers": {}, "without": {}}))
     found = SavedState(tmp_path).read_whole("a")
     assert found.dtype == torch.float32 and found.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+WHOLE = RunRecord(**RUN_RECORD | {
+    "config": {"name": "x"}, "best": {"score": "roc_auc", "value": None}, "recent_losses": [1.5],
+    "versions": {"torch": "2"}, "time_use": {"saves": 0.25}, "begun_from": "/x"})
+
+
+def test_what_is_written_is_read(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(asdict(WHOLE)))
+    assert read_run_record(tmp_path) == WHOLE
+
+
+@pytest.mark.parametrize("key, value", [
+    ("step", -1), ("step", "3"), ("world_size", 0), ("sequences_seen", None), ("seconds", []),
+    ("content_hashes", {"a": 1}), ("recent_losses", ["x"]), ("deepspeed", {"bf16": 3}),
+    ("config", "x")])
+def test_a_wrong_value_is_named(tmp_path, key, value):
+    (tmp_path / "run.json").write_text(json.dumps(asdict(WHOLE) | {key: value}))
+    with pytest.raises(CheckpointError, match="run.json: damaged: .*use an older checkpoint"):
+        read_run_record(tmp_path)
+
+
+@pytest.mark.parametrize("key", RUN_RECORD)
+def test_a_missing_value_is_named(tmp_path, key):
+    values = asdict(WHOLE)
+    del values[key]
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=f"damaged: {key}"):
+        read_run_record(tmp_path)
+
+
+def test_a_directory_without_one_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="run.json: missing; .* is not a checkpoint"):
+        read_run_record(tmp_path)

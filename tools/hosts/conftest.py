@@ -1,28 +1,18 @@
 """Fixtures of the tests on fake hosts: one run, its losses on one host, and the hosts."""
 
 import json
-import sys
-from pathlib import Path
 
+import fake_hosts
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import fake_hosts  # noqa: E402
-import rank_helpers  # noqa: E402
-from cluster_jobs import ENVIRONMENT, STEPS, arguments  # noqa: E402
-from launching import losses, make_run  # noqa: E402
+import rank_helpers
+from cluster_jobs import ENVIRONMENT, STEPS, arguments
+from launching import losses, make_run
 
 
 def pytest_collection_modifyitems(items):
-    here = Path(__file__).resolve().parent
-    reason = fake_hosts.missing()
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.multi)
-            item.add_marker(pytest.mark.slow)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    if reason := fake_hosts.missing():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="module")

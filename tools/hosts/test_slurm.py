@@ -16,8 +16,6 @@ from launching import ROOT, losses
 from deberta_ds.config.run_config import DataConfig
 
 pytestmark = needs("sbatch", "slurm-wlm munge")
-more_launchers = pytest.mark.skipif("SLURM_TESTS" not in os.environ,
-                                    reason="set SLURM_TESTS=1 (a minute)")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +25,6 @@ def cluster(work):
         yield hosts, start_slurm(hosts, work)
 
 
-@more_launchers
 def test_srun(cluster, work, one_host):
     hosts, environment = cluster
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--kill-on-bad-exit=1",
@@ -36,7 +33,6 @@ def test_srun(cluster, work, one_host):
     assert losses(work / "srun") == one_host
 
 
-@more_launchers
 def test_deepspeed_over_slurm(cluster, work, one_host):
     hosts, environment = cluster
     command = ["deepspeed", "--hostfile", str(work / "hostfile"), "--launcher", "slurm",

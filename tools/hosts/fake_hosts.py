@@ -1,6 +1,6 @@
 """Hosts on one machine: network, host name, processes, IPC and mounts of their own, and sshd.
 
-    python tests/hosts/fake_hosts.py 3 bash       # three hosts, a shell on the first
+    python tools/hosts/fake_hosts.py 3 bash       # three hosts, a shell on the first
 
 A host is a set of Linux namespaces. Their eth0s meet in a bridge without an address, so nothing
 else on the machine can be reached from them. /etc/hosts and ssh_config are replaced inside only.
