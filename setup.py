@@ -4,6 +4,10 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# The address of the repository: also in mkdocs.yml, CITATION.cff and README.md, which
+# tests/project/test_claims.py compares. It is a placeholder until the repository is public.
+REPOSITORY = "https://github.com/deberta-ds/deberta_ds"
+
 # What lies beside the package in a clone is inside it in an installation (base/command_line.py).
 INSIDE = {f"deberta_ds.{folder}": folder for folder in ("launch", "data_prep", "ds_configs")}
 SCRIPTS = [path for folder in ("launch", "data_prep") for path in Path(folder).glob("*.py")
@@ -16,6 +20,7 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    url=REPOSITORY,
     author="The deberta_ds maintainers",
     keywords="DeBERTa DeBERTaV3 pretraining ELECTRA RTD masked-language-model DeepSpeed ZeRO NLP",
     classifiers=[

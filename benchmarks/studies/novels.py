@@ -7,7 +7,7 @@ Files are named AUTHOR_TITLE_YEAR.txt. Left out are those that are not in the pu
 everywhere: published in 1930 or later, or by Forster (died in 1970). Writes OUT/train and
 OUT/heldout as UTF-8 and prints the titles with their words. Lines stay as they are, and 45 of the
 82 files wrap their paragraphs at some 75 characters; --sentences joins those and writes one
-sentence a line. Then, as docs/evidence/learning.md, "A masked LM on ten million words", goes on.
+sentence a line. Then, as docs/evidence/novels.md, "A masked LM on ten million words", goes on.
 """
 
 import argparse

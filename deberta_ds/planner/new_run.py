@@ -47,7 +47,7 @@ _SHAPES = ((4, 128), (6, 192), (7, 256))  # layers and width of the smallest mod
 # ln of the held-out loss in nats: a constant, and factors of ln of the millions of weights in the
 # layers and of ln of the millions of tokens, 8 to 144 (benchmarks/studies/loss_fit.py).
 LOSS, _FITTED = (1.53, -0.0273, -0.0581), (8e6, 144e6)
-_LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/learning.md)
+_LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/recipes.md)
 _FEWEST_STEPS, _ENOUGH_STEPS, _SMALLEST_BATCH = 100, 1000, 2048  # the last in tokens
 _MICRO_TOKENS = {True: 2048, False: 65_536}  # by is_cpu: most of a forward pass
 
@@ -199,7 +199,7 @@ def _best_shape(file: str, changes: Changes, most: float, seconds: float, device
     return about, mine | {"model.num_layers": (mine["model.num_layers"][0], (
         f"of {shapes} the one with the lowest expected loss after {format_count(about)} tokens: on "
         f"novels {loss:.2f} nats {certain}; the losses of other text differ "
-        "(docs/evidence/learning.md)"))}
+        "(docs/evidence/novels.md)"))}
 
 
 def loss_terms(layers: int, width: int, tokens: float) -> tuple[float, float, float]:
@@ -212,7 +212,7 @@ def _of_text(file: str, text: Text, kind: str, name: str) -> Changes:
     length = min(text.packed or [given.data.seq_len], key=lambda n: abs(n - given.data.seq_len))
     return {
         "name": (name, ""), "out_dir": (f"runs/{name}", ""), "objective.kind": (
-            kind, "mlm is ahead after few tokens, rtd after many (docs/evidence/learning.md)"),
+            kind, "mlm is ahead after few tokens, rtd after many (docs/evidence/novels.md)"),
         "model.vocab_size": (padded_rows(text.vocab_size),
                              f"the {text.vocab_size:,} ids of the tokenizer, padded"),
         "model.max_position": (max(length, given.model.max_position), ""),

@@ -1,7 +1,7 @@
 """The mean of several models' weights, such as the last checkpoints of a run.
 
 Averages of recent checkpoints reach in fewer steps what the newest one alone reaches later, as long
-as the learning rate has not fallen (LAWA, arXiv 2209.14981; figures: docs/evidence/learning.md).
+as the learning rate has not fallen (LAWA, arXiv 2209.14981; figures: docs/evidence/recipes.md).
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """What DeepSpeed 0.19.8 does wrong without an error, re-checked against the installed version.
 
 If one of these fails, the trap is fixed upstream or has changed: see the table of traps in
-docs/explanation/reliability.md for the guard that may be relaxed.
+docs/explanation/deepspeed-traps.md for the guard that may be relaxed.
 """
 
 import json

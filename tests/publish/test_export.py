@@ -190,7 +190,7 @@ def test_more_buckets_than_distances_are_written_as_a_row_a_distance(
 
 @pytest.mark.parametrize("to", ["hf", "ms"])
 def test_a_model_of_the_form_of_bert_is_written(tmp_path, to, monkeypatch):
-    """Only relative_attention and absolute_input said, as in docs/evidence/learning.md; the terms
+    """Only relative_attention and absolute_input said, as in docs/evidence/orderings.md; the terms
     and the norm that nothing uses keep their defaults, which official code would heed."""
     shape = BASE | {"relative_attention": False, "absolute_input": True}
     monkeypatch.setitem(FAMILIES, "v3", shape)
