@@ -215,7 +215,7 @@ def test_races_own_directory_is_read_as_the_hubs_table(tmp_path):
     assert rows == ["high/10.txt"] * 2 + ["middle/2.txt"] * 2
     for change, message in (({"answers": ["B"]}, "not a RACE document .*ValueError"),
                             ({"answers": ["B", "E"]}, "a letter from A to D"),
-                            ({"options": [["a"], ["a"]]}, "has 1 answers, not 4"),
+                            ({"options": [["a"], ["a"]]}, "has 1 answers, not 2 to 4"),
                             ({"options": 3}, "not a RACE document .*TypeError"),
                             ({"article": " "}, '"article" is empty')):
         file.with_name("9.txt").write_text(json.dumps(document | change))

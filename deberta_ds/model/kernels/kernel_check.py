@@ -103,7 +103,7 @@ def _run(request: tuple, compare: Callable[..., tuple[float, str]]) -> Verdict:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, env=environ,
-                              input=pickle.dumps((tuple(request), compare)), timeout=_MOST_SECONDS)
+                              input=pickle.dumps((request, compare)), timeout=_MOST_SECONDS)
     except subprocess.TimeoutExpired:
         return _failed(device, f"it does not end in {_MOST_SECONDS} s")
     said = done.stderr.decode(errors="replace").strip()[-_MOST_CHARACTERS:]
@@ -123,10 +123,7 @@ def _failed(device: torch.device, text: str) -> Verdict:
 
 def _answer() -> None:
     """Be the process that `_run` starts."""
-    given, compare = pickle.load(sys.stdin.buffer)
-    from deberta_ds.model.choose import Request  # which needs this file
-
-    request = Request(*given)
+    request, compare = pickle.load(sys.stdin.buffer)
     device = request.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         print(json.dumps(compare(request)))
