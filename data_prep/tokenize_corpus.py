@@ -21,10 +21,6 @@ from options import (
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly
 
-FEW_DOCUMENTS = 20  # to hold out of a corpus that is small
-SPLIT = (", or divide text files into more documents: --documents blank_line (or line, or "
-         "match:PATTERN)")
-
 
 def main() -> None:
     from deberta_ds.corpus.recipe import CorpusRecipe, Recipe
@@ -80,10 +76,13 @@ def say_if_empty(args, documents: int, heldout_documents: int) -> None:
         print(f"{args.out}: no document is left; give other text, filters or lists to leave out",
               file=sys.stderr)
     elif heldout_documents == 0:
+        from deberta_ds.corpus.damage import FEW_DOCUMENTS
+
+        is_divided = documents < FEW_DOCUMENTS and not args.documents
         more = min(0.5, max(2 * args.heldout_share, FEW_DOCUMENTS / max(1, documents)))
         print(f"{args.heldout_out}: no document fell to it, and an evaluation needs some; remove "
               f"both directories and hold out more: --heldout_share {more:.2g}"
-              f"{SPLIT if documents < FEW_DOCUMENTS and not args.documents else ''}",
+              f"{', or divide text files: --documents blank_line' * is_divided}",
               file=sys.stderr)
 
 

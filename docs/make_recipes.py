@@ -52,8 +52,8 @@ The `PEAK` that `launch/plan.py` prints does not, but its `fits` counts them.
 Take the days as an order of magnitude. Ask again with your card, your count and the share that your
 first hundred steps log as `mfu`:
 
-    python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu rtx4090 --gpus 2
-    python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu mine --gpus 2 \\
+    python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --devices "2 x rtx4090"
+    python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --devices "2 x mine" \\
         --tflops 120 --memory_gb 48 --mfu 0.2
 
 Before there is a tokenizer, give its size: `--model.vocab_size={ROWS}`. Else the plan is for the

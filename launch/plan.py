@@ -1,18 +1,18 @@
 """Predict epochs, memory, speed, days and cost of a run on a cluster or on the cores of a CPU.
 
-    python launch/plan.py --config launch/runs/v3_base.toml --gpu h200 --gpus 8
+    python launch/plan.py --config launch/runs/v3_base.toml --devices "8 x h200"
 
-    python launch/plan.py --config RUN.toml --gpu cpu --gpus 16
+    python launch/plan.py --config RUN.toml --devices "16 cpu"
 
-Allocates nothing and needs no GPU. For a GPU that is not listed, give its figures: --gpu NAME
---tflops 165 --memory_gb 24 (and the speed of its links). With --gpu cpu, --gpus counts cores. Any
-value of the run file can be overridden, as in launch/pretrain.py.
+Allocates nothing and needs no GPU. For a GPU that is not listed, give its figures: --devices
+"8 x NAME" --tflops 165 --memory_gb 24 (and the speed of its links). Any value of the run file can
+be overridden, as in launch/pretrain.py.
 """
 
 import argparse
 import os
 
-from deberta_ds.base.command_line import checked, columns, fill, parser_for, positive
+from deberta_ds.base.command_line import checked, columns, fill, parser_for
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.base.numbers import format_count
 
@@ -25,9 +25,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--deepspeed_config", metavar="JSON",
                         help="precision, buckets and offload; every ZeRO stage is tried (default: "
                              "ds_configs/zero1_bf16.json; for a CPU zero1_fp32.json)")
-    parser.add_argument("--gpu", required=True, metavar="NAME",
-                        help="h200, h100, h100nvl, a100, l40s, rtx4090, cpu, ... (an unknown name "
-                             "lists all); for another GPU, or other figures, use the options below")
+    parser.add_argument("--devices", required=True,
+                        help='as of new.py: "8 x h200", "16 x a100" (2 nodes of 8), "2 x 4 x a100" '
+                             '(2 nodes of 4), "16 cpu" (cores); an unknown name lists all; for '
+                             "another GPU, or other figures, use the options below")
     parser.add_argument("--tflops", type=_sheet_number,
                         help="dense peak TFLOP/s in the run's precision")
     parser.add_argument("--memory_gb", type=_sheet_number, help="memory of a GPU, or of a core")
@@ -36,9 +37,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
                              "32)")
     parser.add_argument("--network_gb_s", type=_sheet_number,
                         help="GB/s between nodes per GPU (100 Gbit/s: 12.5)")
-    parser.add_argument("--gpus", type=positive, default=8,
-                        help="GPUs per node, or cores (default: 8)")
-    parser.add_argument("--nodes", type=positive, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--mfu", type=_share,
                         help="expected share of the peak FLOP/s (default: by width and length of "
                              "the model, docs/explanation/scale.md)")
@@ -59,24 +57,22 @@ def main() -> None:
 
     # Heavy imports after the configs are known good.
     from deberta_ds.config.batch_schedule import rows_of_run
-    from deberta_ds.engine.gpus import card_of, cpu_ranks
     from deberta_ds.model.backbone import count_parameters, on_meta
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.planner.epochs import describe_epochs
+    from deberta_ds.planner.new_run import open_devices
     from deberta_ds.planner.plan import advise, make_plan, offloaded, recommended
     from deberta_ds.planner.speed import expected_mfu
 
-    gpu = card_of(options.gpu, options.tflops, options.memory_gb, options.link_gb_s,
-                  options.network_gb_s)
+    devices = open_devices(options.devices, options.tflops, options.memory_gb, options.link_gb_s,
+                           options.network_gb_s)
+    gpu, gpus, nodes = devices.gpu, devices.gpus, devices.nodes
     ds = ds_config.load(options.deepspeed_config
                         or f"ds_configs/zero1_{'fp32' if gpu.is_cpu else 'bf16'}.json")
-    gpus, where = options.gpus, f"{options.nodes} x {options.gpus} {options.gpu.upper()}"
-    if gpu.is_cpu:
-        gpu, gpus, threads = cpu_ranks(gpu, options.gpus)
-        where += f", as {gpus} ranks of {threads} threads"
+    where = options.devices + f", as {gpus} ranks of {devices.threads} threads" * gpu.is_cpu
     mfu = options.mfu or expected_mfu(run, gpu, ds)
-    choices = make_plan(run, ds, gpu=gpu, gpus=gpus, nodes=options.nodes, mfu=mfu)
-    ranks = gpus * options.nodes
+    choices = make_plan(run, ds, gpu=gpu, gpus=gpus, nodes=nodes, mfu=mfu)
+    ranks = gpus * nodes
     accumulation = ds_config.accumulation_steps(run, ranks)
     parameters = count_parameters(on_meta(build_model, run))
     tokens = rows_of_run(run.train) * run.data.seq_len
@@ -94,7 +90,7 @@ def main() -> None:
           ] * (ranks > 1),
         *offloaded(choices, gpus), *exceptions(run)]
     if best := recommended(choices):
-        hours = best.days * 24 * options.gpus * options.nodes
+        hours = best.days * 24 * ranks * devices.threads
         price = f", cost {hours * (options.price_per_hour or 0):,.2f}"
         facts.append(f"{best.days:.2f} days, {hours:,.1f} {'core' if gpu.is_cpu else 'GPU'}-hours"
                      + price * bool(options.price_per_hour))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from deberta_ds.base.command_line import as_typed
 
@@ -272,8 +272,16 @@ def _output_problem() -> OSError | None:
 def _system_message(error: OSError, path) -> str:
     reason = error.strerror or first_line(error)
     remedy = _REMEDIES.get(error.errno or 0)
+    if error.errno == errno.ENOENT:
+        remedy = f"{remedy}{looked_in(path)}"
     where = f"{path}: " if path else ""
     return f"{where}{reason}{'; ' + remedy if remedy else ''}"
+
+
+def looked_in(path: Any) -> str:
+    """Return where a relative path was looked for, which depends on where a command is started."""
+    is_relative = path and "://" not in str(path) and not os.path.isabs(str(path))
+    return f" (looked in {os.getcwd()})" if is_relative else ""
 
 
 def listed(problems: list[str]) -> str:

@@ -11,6 +11,7 @@ from deberta_ds.config.options import STRICT, option
 # Keys that say how a model is computed, not what.
 HOW_COMPUTED = ("attention", "keep_position_terms", "cross_entropy")
 # In which models of one shape may differ: these, and how it is begun and regularized.
+RANDOM = "random:"  # before a model of which the shape alone is taken
 FREE = (*HOW_COMPUTED, "hidden_dropout", "attention_dropout", "init_std")
 ROW_MULTIPLE = 64  # token embeddings of such a height are fast, and divide evenly among GPUs
 

@@ -235,7 +235,8 @@ class InitConfig:
     """Where a run's first weights come from; empty: random. A resumed run does not read it."""
 
     source: str = option("weights to start from: a run or export of this project, Hugging Face or "
-                         "microsoft files; a path, a URL, or OWNER/NAME on the Hub", "")
+                         "microsoft files; a path, a URL, or OWNER/NAME on the Hub; "
+                         "random:PLACE: its shape alone", "")
     generator: str = option("generator of the source, if the source has none; rtd_cached without a "
                             "source: generator whose token embeddings the discriminator starts "
                             "from", "")

@@ -15,7 +15,7 @@ from typing import Any
 
 from deberta_ds.base import command_line
 from deberta_ds.base.command_line import fill
-from deberta_ds.base.errors import UserError, refuse_pipe
+from deberta_ds.base.errors import UserError, looked_in, refuse_pipe
 from deberta_ds.base.json_files import read_json, typed
 from deberta_ds.config.options import ConfigError
 
@@ -31,7 +31,8 @@ def read_toml(path: str | Path, what: str, example: str) -> dict:
             flatten(values)  # RecursionError
             return values
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such {what}; name a TOML file, such as {example}") from None
+        raise ConfigError(f"{path}: no such {what}{looked_in(path)}; name a TOML file, such "
+                          f"as {example}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); a {what} is a TOML file, "
                           f"such as {example}") from None
@@ -63,6 +64,8 @@ def read_with_overrides(path: Path, overrides: Iterable[str], what: str, example
 def parse_override(text: str) -> tuple[str, Any]:
     """Return (dotted key, TOML value) of "--section.key=value"; what is no TOML is a string."""
     key, separator, value = text.removeprefix("--").partition("=")
+    if text.startswith("--") and not separator:
+        raise ConfigError(f"{text}: a value follows an equals sign, not a space: {text}=VALUE")
     if not text.startswith("--") or not separator or not all(key.split(".")):
         raise ConfigError(f"{text!r}: not an option; overrides are written --section.key=value")
     if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows such bytes
@@ -148,8 +151,8 @@ def read_built(directory: str) -> dict:
     """Return the keys of [data] that a built directory stands for."""
     path = Path(directory) / BUILT
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; data.corpus must be a local directory that "
-                          "data_prep/build.py has finished")
+        raise ConfigError(f"{path}: no such file{looked_in(path)}; data.corpus must be a local "
+                          "directory that data_prep/build.py has finished")
     try:
         built = typed(Built, read_json(path))
     except (UserError, ValueError) as error:

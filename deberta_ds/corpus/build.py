@@ -21,7 +21,7 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_duration
 from deberta_ds.config.toml_files import BUILT, Built
 from deberta_ds.corpus.contamination import find_contamination
-from deberta_ds.corpus.damage import plan_whole
+from deberta_ds.corpus.damage import describe_few, plan_whole
 from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, plan_units
 from deberta_ds.corpus.encode import CleanOptions, left_out
@@ -150,6 +150,10 @@ class Build:
             filters=self._filters.get(corpus.name), words=corpus.words, workers=self._workers,
             part=part)
         for target, manifest in made.items():
+            few = "" if corpus.documents else describe_few(self._units[corpus.name])
+            if not manifest.documents and few:
+                raise UserError(f"{target}: no document of {corpus.name} fell to it: {few}; set "
+                                f"one of them, or give more files, and remove {self.out}")
             if not manifest.documents:
                 raise UserError(
                     f"{target}: no document of {corpus.name} is left for it ("

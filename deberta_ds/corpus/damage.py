@@ -1,6 +1,7 @@
 """Which inputs are damaged: each is read to its end, and all that are not whole are named."""
 
 import sys
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import groupby
@@ -14,7 +15,7 @@ from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import FORK
 from deberta_ds.files.inputs import open_bytes
 
-_HUGE_BYTES = 1 << 22
+_HUGE_BYTES, FEW_DOCUMENTS = 1 << 22, 20  # the latter: to hold out of a small corpus
 
 
 def plan_whole(inputs: list[str], read: ReadOptions, unit_bytes: int, *, skip_bad_files: int,
@@ -31,6 +32,8 @@ def plan_whole(inputs: list[str], read: ReadOptions, unit_bytes: int, *, skip_ba
     units = plan_units(inputs, read, unit_bytes, bad)
     if not is_divided:
         refuse_huge(units)
+        if few := describe_few(units):
+            tell(f"WARNING: {few}")
     return units
 
 
@@ -62,6 +65,27 @@ def _why_bad(extent: Extent, read: ReadOptions, max_bad: int) -> str:
     return f"{cleaner.problems[0]} ({counted(count, 'bad document')})" if count else ""
 
 
+def describe_few(units: list[list[Extent]]) -> str:
+    """Return what other rules give of a few text files, each of which is one document; "" of many
+    or others.
+    """
+    extents, counts = list(extents_of(units)), Counter[str]()
+    if len(extents) >= FEW_DOCUMENTS or any(one.kind != "text" for one in extents):
+        return ""
+    for extent in extents:
+        with naming(extent.path), open_bytes(extent.path) as file:
+            counts.update(_by_rule(file.read(_HUGE_BYTES)))
+    return (f"{counted(len(extents), 'document')}, as each text file is one; documents = "
+            f"blank_line gives {counts['blank_line']:,}, line {counts['line']:,}")
+
+
+def _by_rule(text: bytes) -> dict[str, int]:
+    """Return how many documents each rule makes of a text."""
+    lines = text.replace(b"\r", b"\n").splitlines()
+    return {"line": sum(map(bool, map(bytes.strip, lines))), "blank_line": sum(
+        is_text for is_text, _ in groupby(lines, lambda line: bool(line.strip())))}
+
+
 def refuse_huge(units: list[list[Extent]]) -> None:
     """Raise UserError, with what other rules give, for a large text file that is one document
     because nothing else was asked for.
@@ -70,10 +94,9 @@ def refuse_huge(units: list[list[Extent]]) -> None:
         if extent.kind != "text" or extent.end <= _HUGE_BYTES:
             continue
         with naming(extent.path), open_bytes(extent.path) as file:
-            lines = file.read(_HUGE_BYTES).replace(b"\r", b"\n").splitlines()
-        blocks = sum(is_text for is_text, _ in groupby(lines, lambda line: bool(line.strip())))
+            counts = _by_rule(file.read(_HUGE_BYTES))
         raise UserError(
             f"{extent.path}: its {extent.end / 1e6:,.1f} MB would be one document. In its first "
-            f"{_HUGE_BYTES / 1e6:.1f} MB, --documents blank_line gives {blocks:,} documents and "
-            f"--documents line {sum(map(bool, map(bytes.strip, lines))):,}; give one of them, or "
+            f"{_HUGE_BYTES / 1e6:.1f} MB, --documents blank_line gives {counts['blank_line']:,} "
+            f"documents and --documents line {counts['line']:,}; give one of them, or "
             "--documents match:PATTERN, or --documents file to keep it whole")

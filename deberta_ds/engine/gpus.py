@@ -100,7 +100,7 @@ def card_of(name: str, tflops: float | None = None, memory_gb: float | None = No
     known = GPUS.get(known_as(name))
     if known is None and not (tflops and memory_gb):
         raise UserError(f"{name}: not listed; one of {', '.join(GPUS)}; for another, take the "
-                        "nearest, or give plan.py its data sheet's figures: --gpu NAME "
+                        "nearest, or give plan.py its data sheet's figures: --devices NAME "
                         "--tflops (dense, of the run's precision) and --memory_gb")
     card = known or Gpu({}, 0.0, 32e9, 12.5e9)
     peaks = dict.fromkeys(DTYPES, tflops * 1e12) if tflops else card.peaks

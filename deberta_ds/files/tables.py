@@ -118,12 +118,15 @@ def as_utf8(path: str | Path, file: BinaryIO, encoding: str = "") -> BinaryIO:
     """
     if not encoding:
         if hasattr(file, "peek"):
-            start = file.peek(2)[:2]
+            start = file.peek(8)[:8]
         else:
-            start = file.read(2)
+            start = file.read(8)
             file.seek(0)
+        if start.startswith((b"PK\3\4", b"\xd0\xcf\x11\xe0")):
+            raise UserError(f"{path}: an Excel file or a ZIP archive under another name; save it "
+                            "as CSV (UTF-8), or unpack it")
         encoding = next((name for mark, name in _UTF16
-                         if re.fullmatch(mark.encode(), start, re.DOTALL)), "")
+                         if re.match(mark.encode(), start, re.DOTALL)), "")
     if not encoding:
         return file
     text = file.read()

@@ -93,6 +93,13 @@ def count_unknown(features: Sequence[Feature], tokenizer: Tokenizer) -> np.ndarr
     return np.array([unknown, tokens])
 
 
+def count_special(examples: Iterable[Example], tokenizer: Tokenizer) -> int:
+    """Return how many examples have the name of a special token in their text."""
+    names = tokenizer.pieces(list(tokenizer.special_ids.values()))
+    return sum(any(name in text for texts in example.sequences for text in texts
+                   for name in names) for example in examples)
+
+
 class TooLongError(UserError):
     """Texts do not fit into max_length; `needed` is the length at which all of them would."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.model import FREE, MODELS, padded_rows, without_unused
+from deberta_ds.config.model import FREE, MODELS, RANDOM, padded_rows, without_unused
 from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetuning.directory import Finetuned, is_finetuned, load_finetuned
@@ -28,8 +28,6 @@ from deberta_ds.release.tensors import tensors_digest
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import Tokenizer
-
-RANDOM = "random:"
 
 
 @dataclass(frozen=True)

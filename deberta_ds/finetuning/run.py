@@ -30,7 +30,7 @@ from deberta_ds.finetuning.directory import (
     load_finetuned,
     mark_failed,
 )
-from deberta_ds.finetuning.features import TooLongError, count_unknown
+from deberta_ds.finetuning.features import TooLongError, count_special, count_unknown
 from deberta_ds.finetuning.job import Job, digest
 from deberta_ds.finetuning.loop import train
 from deberta_ds.finetuning.models import Start, build_model
@@ -42,6 +42,7 @@ from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.scores import FILE, as_text, scores_of
 from deberta_ds.tasks.submission import render
+from deberta_ds.tasks.tables import longer
 from deberta_ds.tasks.task import Task, diagnostics_of
 from deberta_ds.tokenizer import unknown_pieces
 
@@ -192,22 +193,25 @@ def check_splits(jobs: Sequence[Job]) -> None:
     """
     problems = []
     for job in jobs:
-        positions = job.start.config.max_position if job.start.config.absolute_input else None
+        known = job.start.config.max_position
+        positions = known if job.start.config.absolute_input else None
         for split in (job.train, job.val, *job.tests.values(), *job.diagnostics.values()):
-            option = f"Set --{job.task.name}.max_length="
+            option = f"--{job.task.name}."
             too_few = f"{job.start.name} has {positions} absolute positions"
             try:
                 longest = _check_split(job, split)
             except TooLongError as error:
                 fits = positions is None or error.needed <= positions
-                remedy = f"{option}{error.needed}" if fits else f"{too_few}: take another model"
-                if split.task.is_cut:
-                    remedy += f", or --{job.task.name}.truncation=longest_first to cut any text"
-                problems.append(f"{error}. {remedy}")
+                remedy = f"{option}max_length={error.needed}"
+                problems.append(f"{error}. " + longer(split.task, option, remedy if fits else (
+                    f"take a model of more positions: {too_few}")))
             else:
                 if positions is not None and longest > positions:
                     problems.append(f"{split.source}: the longest row has {longest} tokens, but "
-                                    f"{too_few}. {option}{positions} to cut it")
+                                    f"{too_few}. Set {option}max_length={positions} to cut it")
+                elif longest > known:
+                    job.say(f"  WARNING: {split.source}: the longest row has {longest:,} tokens; "
+                            f"{job.start.name} was trained for {known:,}")
     if problems:
         raise UserError("texts do not fit:\n  " + "\n  ".join(problems))
 
@@ -225,6 +229,9 @@ def _check_split(job: Job, split: Split) -> int:
                 f"{job.settings.max_length} tokens, {windowed} read in windows")
     if lost := unknown_pieces(*count_unknown(features, job.start.tokenizer)):
         job.say(f"  {split.source}: {lost}; {job.start.name} was not trained on text like this")
+    if special := count_special(split.examples, job.start.tokenizer):
+        job.say(f"  {split.source}: {special} of {len(features)} examples have a special token, "
+                "such as [SEP], in their text: plain text here, one token for transformers")
     return longest
 
 

@@ -12,7 +12,16 @@ from deberta_ds.data.shards import (
     rows_directory,
 )
 
+_ROUNDED = 1.1  # new.py counts tokens, a run sequences, of which some are not full
+_LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/recipes.md)
 _BYTES_A_TOKEN = 4.0  # of English text with 32,000 subwords
+
+
+def epochs_worth(tokens: float) -> float:
+    """Return how often a text of `tokens` is worth being seen: of little text more often, as fewer
+    epochs would teach nothing.
+    """
+    return max(FEW_EPOCHS, min(MANY_EPOCHS, _LEARNS / max(1, tokens)))
 
 
 def epochs_of(run: RunConfig, source: SourceConfig) -> float | None:
@@ -45,11 +54,12 @@ def describe_epochs(run: RunConfig) -> list[str]:
                          f"text {text / 1e9:.3g} GB in all would be seen {FEW_EPOCHS} times")
             continue
         lines.append(f"epochs: {epochs:,.2f} of {source.path}")
-        if epochs > FEW_EPOCHS:
-            fewer = max(1, int(run.train.steps * FEW_EPOCHS / epochs))
+        worth = epochs_worth(rows_of_run(run.train) * run.data.seq_len / epochs)
+        if epochs > worth * _ROUNDED:
+            fewer = max(1, int(run.train.steps * worth / epochs))
             lines.append(
-                f"WARNING: more than {FEW_EPOCHS} epochs. Beyond, repeated text teaches less and "
-                f"less, and from {MANY_EPOCHS} on nothing (Muennighoff et al. 2023, for decoders; "
+                f"WARNING: more than {worth:.3g} epochs. Beyond {FEW_EPOCHS}, repeated text teaches "
+                f"less and less, and from {MANY_EPOCHS} on nothing (Muennighoff et al. 2023, for decoders; "
                 "encoders take more, because each epoch has other masks: BERT had 40). Use more "
                 f"text, or train.steps = {fewer:,} with a warm-up below that")
     return lines

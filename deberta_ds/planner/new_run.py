@@ -26,12 +26,12 @@ from deberta_ds.config.toml_files import (
     read_toml,
     set_value,
 )
-from deberta_ds.data.shards import planned_lengths, read_manifest
+from deberta_ds.data.shards import MANIFEST, planned_lengths, read_manifest
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import Gpu, card_of, cpu_ranks
 from deberta_ds.model import cpu
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.planner.epochs import FEW_EPOCHS, MANY_EPOCHS
+from deberta_ds.planner.epochs import FEW_EPOCHS, MANY_EPOCHS, epochs_worth
 from deberta_ds.planner.plan import Choice, make_plan, recommended
 from deberta_ds.planner.speed import expected_mfu
 
@@ -47,7 +47,7 @@ _SHAPES = ((4, 128), (6, 192), (7, 256))  # layers and width of the smallest mod
 # ln of the held-out loss in nats: a constant, and factors of ln of the millions of weights in the
 # layers and of ln of the millions of tokens, 8 to 144 (benchmarks/studies/loss_fit.py).
 LOSS, _FITTED = (1.53, -0.0273, -0.0581), (8e6, 144e6)
-_LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/recipes.md)
+TEXT = "the text"
 _FEWEST_STEPS, _ENOUGH_STEPS, _SMALLEST_BATCH = 100, 1000, 2048  # the last in tokens
 _MICRO_TOKENS = {True: 2048, False: 65_536}  # by is_cpu: most of a forward pass
 
@@ -85,6 +85,9 @@ class Devices:
 def open_corpus(directory: str, heldout: str | None, tokenizer: str | None) -> Text:
     """Return the corpus of a directory; options go before its corpus.json."""
     is_built = (Path(directory) / BUILT).exists()
+    if not is_built and not (Path(directory) / MANIFEST).exists():
+        raise UserError(f"{directory}: no {BUILT} in it; run data_prep/build.py to its end, or give"
+                        " the right directory")
     data = read_built(directory) if is_built else {"sources": [{"path": directory}]}
     data |= {key: path for key, path in (("heldout", heldout), ("tokenizer", tokenizer)) if path}
     train = [read_manifest(source["path"])[0] for source in data["sources"]]
@@ -103,18 +106,22 @@ def _heldout(data: dict[str, Any]) -> list[str]:
     return list(found.values()) if isinstance(found, dict) else [found]
 
 
-def open_devices(words: str) -> Devices:
-    """Return the devices of "2 cpu" (cores), "4 x a100", "16 x h100" (nodes of 8) or "a100"."""
-    found = re.fullmatch(r"(?:(\d+)\s*x?\s*)?([a-zA-Z].*)", words.strip())
-    count = int(found[1] or 1) if found else 0
-    if not found or not count or count > 8 and count % 8 and found[2].lower() != "cpu":
+def open_devices(words: str, *figures: float | None) -> Devices:
+    """Return the devices of "2 cpu" (cores), "4 x a100", "16 x h100" (nodes of 8), "2 x 4 x a100"
+    (2 nodes of 4) or "a100". `figures`: as of `card_of`.
+    """
+    found = re.fullmatch(r"(?:(\d+) *x *(?=\d))?(?:(\d+)\s*x?\s*)?([a-zA-Z].*)", words.strip())
+    nodes, count = (int(found[1] or 1), int(found[2] or 1)) if found else (0, 0)
+    name = found[3] if found else ""
+    is_cpu = name.lower() == "cpu"
+    if not nodes * count or count > 8 and count % 8 and not is_cpu:
         raise UserError(f'--devices {words}: give a number and a name, such as "2 cpu" (cores) or '
-                        '"4 x a100"; above 8 GPUs a multiple of 8')
-    gpu, gpus = card_of(found[2]), min(count, 8)
-    if gpu.is_cpu:
-        return Devices(*cpu_ranks(gpu, count), 1, cpu.deepspeed_json())
-    precision = "bf16" if gpu.peak("bf16") else "fp16"
-    return Devices(gpu, gpus, 1, count // gpus, f"zero{{}}_{precision}")
+                        '"4 x a100"; above 8 GPUs a multiple of 8, or "2 x 4 x a100": 2 nodes of 4')
+    gpu = card_of(name, *figures)
+    if is_cpu:
+        return Devices(*cpu_ranks(gpu, count), nodes, cpu.deepspeed_json())
+    precision, gpus = "bf16" if gpu.peak("bf16") else "fp16", min(count, 8)
+    return Devices(gpu, gpus, 1, nodes * (count // gpus), f"zero{{}}_{precision}")
 
 
 def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
@@ -130,7 +137,7 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
         file = f"launch/runs/{recipe.format(objective or 'mlm')}.toml"
         changes = _of_text(file, text, objective or ("rtd" if least else "mlm"), name)
         run = _run(file, changes)
-        most = max(FEW_EPOCHS * tokens, 0 if least else min(MANY_EPOCHS * tokens, _LEARNS))
+        most = epochs_worth(tokens) * tokens
         if (about := min(most, seconds * _speed(run, devices, ds))) >= least:
             hint = f"Fine-tune the model with {finetune}."
             break
@@ -159,11 +166,19 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
     changes |= {"train.micro_batch_size": (chosen, "")}
     seen = min(most, seconds * best.tokens_per_second)
     changes |= _of_steps(int(seen / (batch * length)), batch * length, tokens, best,
-                         "the text" if seen == most else f"{hours:g} h")
+                         TEXT if seen == most else f"{hours:g} h")
+    idle = ""
+    if seen == most and ranks > 1 and not gpu.is_cpu:
+        alone = recommended(make_plan(_run(file, changes), ds, gpu=gpu, gpus=1, nodes=1,
+                                      mfu=expected_mfu(run, gpu, ds)))
+        wanted = format_count(seconds * best.tokens_per_second / FEW_EPOCHS)
+        idle = f" The text is the limit: {wanted} tokens of it would keep {ranks} GPUs busy" + (
+            f"; one takes {format_duration(seen / alone.tokens_per_second)}, all of them "
+            f"{format_duration(seen / best.tokens_per_second)}." if alone else ".")
     return _file(file, changes, (
         f"{name}: {file}, the largest recipe for {format_count(tokens)} tokens of text, "
         f"{FEW_EPOCHS} epochs and {hours:g} h{larger}. Values without a reason are that "
-        f"file's. {hint}")), best.stage
+        f"file's. {hint}{idle}")), best.stage
 
 
 def _run(file: str, changes: Changes) -> run_config.RunConfig:
@@ -224,9 +239,10 @@ def _of_text(file: str, text: Text, kind: str, name: str) -> Changes:
 
 def _of_steps(steps: int, per_step: int, tokens: int, best: Choice, limit: str) -> Changes:
     if steps < _FEWEST_STEPS:
+        more = "more --hours or devices" if limit != TEXT else (
+            f"at least {_FEWEST_STEPS * per_step // MANY_EPOCHS:,} tokens of text")
         raise UserError(f"{steps:,} updates of {per_step:,} tokens are too few to learn from (the "
-                        f"limit is {limit}): give more --hours or devices, and at least "
-                        f"{_FEWEST_STEPS * per_step // MANY_EPOCHS:,} tokens of text")
+                        f"limit is {limit}): give {more}")
     steps -= steps % 10 ** (len(str(steps)) - 2)
     tenth, rate, epochs = steps // 10, best.tokens_per_second, steps * per_step / tokens
     often = (f" Beyond {FEW_EPOCHS} epochs repeated text teaches less, but of so little text fewer "

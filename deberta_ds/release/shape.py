@@ -18,7 +18,7 @@ from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.own_code import is_own
-from deberta_ds.config.model import padded_rows
+from deberta_ds.config.model import RANDOM, padded_rows
 from deberta_ds.config.run_config import FREE_FIELDS, ModelConfig
 
 
@@ -31,7 +31,8 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
     """
     if not isinstance(values.get("model", {}), dict):
         return
-    source, generator = (_text(values, "init", key) for key in ("source", "generator"))
+    source, generator = (_text(values, "init", key).removeprefix(RANDOM)
+                         for key in ("source", "generator"))
     tokenizer = _text(values, "data", "tokenizer")
     shape, origin = _checkpoint_shape(values.get("out_dir"), resume)
     if not shape and (source or generator):

@@ -21,10 +21,10 @@ from deberta_ds.base.version import __version__
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.run_record import read_run_record
+from deberta_ds.config.model import RANDOM
 from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.finetuning.directory import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
-from deberta_ds.finetuning.models import RANDOM
 from deberta_ds.objectives.build import objective_named
 from deberta_ds.publish.convert import Summary
 from deberta_ds.publish.hf import GENERATOR_DIRECTORY

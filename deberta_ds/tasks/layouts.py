@@ -213,8 +213,8 @@ def _answer_start(line: Line, context: str, text: Any, start: Any) -> int:
     found = context.find(text)
     if start is None and found >= 0:
         return found
-    if isinstance(start, str) and start.strip().isdecimal():
-        start = int(start)
+    if re.fullmatch(r"\s*\d+(\.0+)?\s*", str(start)):  # 18.0, as pandas writes it
+        start = int(float(start))
     if type(start) is int and start >= 0 and context.startswith(text, start):
         return start
     if found < 0:

@@ -28,6 +28,8 @@ HUB_TABLE = "hub:"
 _KINDS = " ".join(TABLE_KINDS)
 _ENCODING = (", or name its encoding, such as cp1252 (encoding in the task file, --encoding of "
              "predict.py)")
+_CELLS = ("; put quotation marks around cells with the separator in them, or name another one, such "
+          'as delimiter = ";" in the task file')
 _EXPORTED = (".ann", ".spacy", ".xlsx", ".xls", ".ods")  # of brat, spaCy, spreadsheets
 _ENTITY = {"start", "start_offset", "span", "result"}  # keys of an object that is one
 _MOST_SHOWN = 10  # rows that cannot be used
@@ -66,7 +68,7 @@ def each_row(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int 
         try:
             yield from _file_rows(path, headless, skip_broken, form)
         except UserError as error:
-            raise _with_encoding(error) from None
+            raise _with_remedy(error) from None
         check_stamp(path, stamp)
 
 
@@ -84,9 +86,17 @@ def files_like(pattern: str) -> list[str]:
     raise UserError(f"{pattern}: no file is called so")
 
 
-def _with_encoding(error: UserError) -> UserError:
+def _with_remedy(error: UserError) -> UserError:
     text = str(error)
-    return UserError(text + _ENCODING) if text.endswith(TO_UTF8) else error
+    more = _ENCODING * text.endswith(TO_UTF8) + _CELLS * ("columns, the header has" in text)
+    return UserError(text + more) if more else error
+
+
+def without_header(task: Task, table: str) -> str:
+    """Return what to say of a column that a table does not have."""
+    return ("; if its first line is no header, the task file may have names = [...], a name for "
+            "each column, or header = false: they are 1, 2, ... then") * (
+        task.form.header and not task.form.names and suffix_of(table) in (".csv", ".tsv"))
 
 
 def _hub_rows(name: str) -> Iterator[Row]:
@@ -116,7 +126,7 @@ def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: Ta
             if skip_broken:
                 skip_broken -= 1
             else:
-                yield place, _with_encoding(row)
+                yield place, _with_remedy(row)
         elif number == 0 and _is_squad(row):
             yield from squad_rows(place, row["data"])
         elif _is_of_a_tool(row):
@@ -204,6 +214,12 @@ def _race(directory: Path) -> Iterator[Row]:
             yield f"{path}, question {number}", row | ({"answer": answer} if answer else {})
 
 
+def longer(task: Task, option: str, length: str) -> str:
+    """Return what can be done about texts that are too long."""
+    cut = f"{option}truncation=longest_first, which cuts the longest text, or "
+    return f"Set {cut * task.is_cut}{length}"
+
+
 class Faults:
     """What is wrong with rows that cannot be used, by their place: all are named at once.
 
@@ -222,8 +238,7 @@ class Faults:
 
     def fit(self, task: Task, option: str) -> str:
         """Return what can be done about texts that are too long; "" if there are none."""
-        cut = f", or {option}truncation=longest_first" if task.is_cut else ""
-        return f"Set {option}max_length={self.needed}{cut}" if self.needed else ""
+        return longer(task, option, f"{option}max_length={self.needed}") if self.needed else ""
 
     def check(self, total: int, remedy: str = "") -> str:
         """Return what is said of them, "" for none; UserError if they are too many.

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, looked_in
 from deberta_ds.base.files import ReadFile, read_file
 from deberta_ds.base.json_files import read_json
 from deberta_ds.tokenizer.vocabularies import VOCABULARIES
@@ -37,8 +37,8 @@ def find_files(path: Path) -> Files:
         return choose(read_known(path, (*itertools.chain(*FORMS), _PICKLE, *_EXTRA, *OTHER_MODELS)),
                       path)
     if not path.is_file():
-        raise UserError(f"{path}: cannot read the tokenizer (no such file); give {KINDS}, or train "
-                        "one with data_prep/train_tokenizer.py")
+        raise UserError(f"{path}: cannot read the tokenizer (no such file{looked_in(path)}); give "
+                        f"{KINDS}, or train one with data_prep/train_tokenizer.py")
     extra = read_known(path.parent, _EXTRA)
     for names in (kind.files for kind in VOCABULARIES if path.name in kind.files):
         found = read_known(path.parent, names)

@@ -12,20 +12,25 @@ from deberta_ds.checkpoint.find import CheckpointError
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.config import own_parts, run_config
+from deberta_ds.config.model import RANDOM
 from deberta_ds.config.options import ConfigError, raise_problems
 from deberta_ds.config.run_config import FREE_FIELDS, RunConfig
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.engine import ds_config, engine, passes
+from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import freeze_problems, objective_of
 from deberta_ds.training import best
 
+_JUMP = 1.5  # of the learning rate, of which a resumed run warns
 MEASURED = ("held-out ", "minimal pairs")  # names of inputs that decide scores, not weights
 
 
 def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
     """Raise ConfigError with every cross problem of a run, but for those of its inputs."""
     problems = own_parts.problems(run)
+    if run.init.embeddings_only and run.init.source.startswith(RANDOM):
+        problems.append("init.embeddings_only needs weights; leave random: out of init.from")
     try:
         ds_config.accumulation_steps(run, world_size)
     except ConfigError as error:
@@ -129,8 +134,17 @@ def _described_sources(
 def changed_values(run: RunConfig, record: RunRecord) -> list[str]:
     """Return "key: then -> now" for values that may change on resume and did."""
     now, then = _now_and_then(run, record)
-    return [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(now.keys() | then.keys())
-            if now.get(key) != then.get(key) and not _decides_weights(key)]
+    lines = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(now.keys() | then.keys())
+             if now.get(key) != then.get(key) and not _decides_weights(key)]
+    saved = record.run("run.json")
+    before = learning_rate(saved.optim, max(0, record.step - 1), saved.train.steps)
+    rate = learning_rate(run.optim, record.step, run.train.steps)
+    if lines and record.step > run.optim.warmup_steps and rate > _JUMP * before:
+        lines.append(f"WARNING: the learning rate of step {record.step:,} is {rate:.2g}; the one "
+                     f"before was {before:.2g}. To go on at low rates, set train.steps back and "
+                     "start another run from this one, with [init] moments = true and an "
+                     "optim.learning_rate of your choice (docs/how-to/resume.md)")
+    return lines
 
 
 def _now_and_then(run: RunConfig, record: RunRecord) -> tuple[dict, dict]:

@@ -169,8 +169,8 @@ class Trainer:
                 journal.say_where_time_goes()
             if result.request and step < end or self.is_cut_short:
                 why = self.stop_request.reason or "another rank"
-                journal.end("stop", f"asked to by {why}; saved, exit code {EXIT_REQUEUE}: the same "
-                            "command goes on from here")
+                journal.end("stop", f"asked to by {why}; saved, exit code {EXIT_REQUEUE} "
+                            "(a launcher's own may be 1): the same command goes on from here")
                 return True
         self._say_the_end(end)
         return False

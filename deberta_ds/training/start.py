@@ -19,6 +19,7 @@ from deberta_ds.checkpoint.upload import check_owner
 from deberta_ds.cluster import alarm, dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
+from deberta_ds.config.model import RANDOM
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig, SourceConfig
 from deberta_ds.config.toml_files import non_default_texts
@@ -248,6 +249,7 @@ def first_weights(run: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Tenso
 
     A resumed run does not need it.
     """
-    if not (run.init.source or run.init.generator):
-        return {}, []
+    is_random = run.init.source.startswith(RANDOM)
+    if is_random or not (run.init.source or run.init.generator):
+        return {}, [f"init: {run.init.source}: its shape, and random weights"] * is_random
     return dist.together(lambda: initial_tensors(run, tokenizer) if dist.is_main() else ({}, []))

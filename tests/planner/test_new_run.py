@@ -105,7 +105,7 @@ def test_too_little_and_nothing_known(tmp_path):
     text = corpus(tmp_path / "here", 1_250_000)
     with pytest.raises(UserError, match="too few to learn from.*more --hours"):
         new_run.choose(text, new_run.open_devices("1 cpu"), 0.001, "", "mine")
-    with pytest.raises(UserError, match="nothing/manifest.json: .*give the right directory"):
+    with pytest.raises(UserError, match="nothing: no corpus.json .*build.py to its end, or give the right"):
         new_run.open_corpus(str(tmp_path / "nothing"), None, None)
     with pytest.raises(UserError, match="names its heldout; give --heldout"):
         new_run.open_corpus(str(tmp_path / "here/train"), None, None)

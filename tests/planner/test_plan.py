@@ -285,10 +285,10 @@ def test_what_divides_is_said(run_file, rows, micro, ranks, hint):
 def test_command(run_file, monkeypatch):
     monkeypatch.delitem(ENVIRONMENT, "DS_ACCELERATOR")  # as a user without a GPU has it
     monkeypatch.setitem(ENVIRONMENT, "COLUMNS", "80")
-    done = python(ROOT / "launch/plan.py", "--config", run_file, "--gpu", "a100", "--gpus", "4",
+    done = python(ROOT / "launch/plan.py", "--config", run_file, "--devices", "4 x a100",
                   "--train.global_batch_size=64", "--train.steps=2000", "--price_per_hour=1000")
     assert "recommended: ZeRO-1, activation checkpointing none" in done.stdout
-    assert done.stdout.startswith("epochs: ") and "WARNING: more than 4 epochs" in done.stdout
+    assert done.stdout.startswith("epochs: ") and "WARNING: more than 40 epochs" in done.stdout
     assert all(len(line) <= 79 for line in done.stdout.splitlines() if "/" not in line)
     hours, cost = re.search(r"([\d,.]+) GPU-hours, cost ([\d,.]+)", " ".join(
         done.stdout.split())).groups()

@@ -66,7 +66,7 @@ def test_a_recipe_is_found_from_anywhere(installation, tmp_path):
     program = tmp_path / "deberta-plan"
     program.write_text("from deberta_ds.__main__ import main\nmain()\n")
     done = call(installation, tmp_path, program, "--config", "launch/runs/demo.toml",
-                "--gpu", "h100", "--gpus", "2")
+                "--devices", "2 x h100")
     assert "recommended: ZeRO-" in done.stdout, done.stderr
     assert str(installation) in call(
         installation, tmp_path, "-c", "import deberta_ds; print(deberta_ds.__file__)").stdout

@@ -146,7 +146,7 @@ def deepspeed_json(random: Random, place: Path) -> Case:
     command = pretrain("--out_dir=new", "--train.stop_after=1")
     if random.random() < 0.2:
         command = Command("launch/plan.py", ("--config", "run.toml", "--deepspeed_config",
-                                             "ds.json", "--gpu", "h200", "--gpus", "1"))
+                                             "ds.json", "--devices", "h200"))
     return Case(command, f"{source.stem}: {change.text}", ("ds.json",),
                 change.nonsense)
 

@@ -85,7 +85,7 @@ READERS: dict[str, list[Command]] = {
                                                "pairs.jsonl", "--out", "new", "--workers", "1"))],
     "plan": [
         Command("launch/plan.py", ("--config", "run.toml", "--deepspeed_config", "ds.json",
-                                   "--gpu", "h200", "--gpus", "1"))],
+                                   "--devices", "h200"))],
     "replaced": [
         pretrain("--out_dir=new", *cached(*BRIEF, "--init.generator=hf")),
         Command("data_prep/replace.py", ("train", "--generator", "hf", "--out", "replaced",
