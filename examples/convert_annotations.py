@@ -39,6 +39,7 @@ _PREFIXED = re.compile(r"[BIESLUM]-.+")
 _WIKIANN = re.compile(r"([a-z]{2,3}(-[a-z]+)*|simple):[^\t]+\t[^\t]+")
 _LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
 _BRACKET = re.compile(r"(?:\(([^()*]+))?\*?(\)?)")  # CoNLL-2012: (PERSON*, *, *), (GPE)
+_FIELDS = re.compile(r"\w+=[^|]*(\|\w+=[^|]*)*")
 _NO_WORD = re.compile(r"\d+[-.]\d+")  # CoNLL-U: the range of a contraction, an empty node
 _CONLLU, _CONLL2012 = {"word": 2, "tag": 4}, {"word": 4, "tag": 11}
 
@@ -63,13 +64,15 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="JSON lines to write")
     parser.add_argument("--word", type=int, help="column of the word, from 1; -1: the last")
     parser.add_argument("--tag", type=int, help="column of the tag")
+    parser.add_argument("--key", default="", help="of fields such as SpaceAfter=No|name=B-PER the "
+                        "one that is the tag; where it is missing, the tag is O")
     parser.add_argument("--encoding", default="", help="such as cp1252 (default: UTF-8, or UTF-16)")
     parser.add_argument("--texts", default="tokens", help="name of the words in --out")
     parser.add_argument("--label", default="tags", help="name of the tags in --out")
     options = parser.parse_args()
     columns = {name: number for name, number in (("word", options.word), ("tag", options.tag))
                if number is not None}
-    rows = rows_of(options.table, columns, options.encoding)
+    rows = rows_of(options.table, columns, options.encoding, options.key)
     names = {"tokens": options.texts, "tags": options.label}
     lines = [json.dumps({names.get(key, key): value for key, value in row.items()},
                         ensure_ascii=False) for row in rows]
@@ -77,7 +80,8 @@ def main() -> None:
     tell(f"{options.out}: {len(lines):,} rows")
 
 
-def rows_of(path: str, columns: Mapping[str, int], encoding: str = "") -> Iterator[dict[str, Any]]:
+def rows_of(path: str, columns: Mapping[str, int], encoding: str = "", key: str = ""
+            ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file; UserError names the first that cannot be read."""
     suffix = suffix_of(path)
     if suffix in TABLE_KINDS and not columns and not (
@@ -89,6 +93,14 @@ def rows_of(path: str, columns: Mapping[str, int], encoding: str = "") -> Iterat
     for _, row in found:
         if isinstance(row, UserError):
             raise row
+        if fields := [tag for tag in row.get("tags", ()) if _FIELDS.fullmatch(tag)]:
+            if not key:
+                keys = sorted({part.split("=")[0] for tag in fields for part in tag.split("|")})
+                raise UserError(f"{path}: the tags are fields, such as {fields[0]!r}; name the one "
+                                f"to take: --key {' or '.join(keys)}, or --key all for the whole")
+            row["tags"] = row["tags"] if key == "all" else [
+                dict(part.split("=", 1) for part in tag.split("|") if "=" in part).get(key, "O")
+                for tag in row["tags"]]
         yield row
 
 

@@ -184,6 +184,9 @@ class TrainConfig:
         "layers, layers.0-5, head; also of a network: generator, discriminator.layers.0-5", ())
     freeze_steps: int = option("step from which on train.freeze is trained too; 0: never", 0, ge=0,
                                le=1 << 40)
+    planned_tokens_per_second: float = option(
+        "speed by new.py; the log says after 20 steps if the run is half as fast; 0: unknown", 0.0,
+        ge=0, le=1e12)
     log_every: int = option("steps between two log lines", 10, ge=1, le=1 << 40)
     eval_every: int = option("steps between two evaluations", 1000, ge=1, le=1 << 40)
     eval_sequences: int = option("sequences per held-out corpus in an evaluation", 256, ge=1,

@@ -58,8 +58,8 @@ def describe_epochs(run: RunConfig) -> list[str]:
         if epochs > worth * _ROUNDED:
             fewer = max(1, int(run.train.steps * worth / epochs))
             lines.append(
-                f"WARNING: more than {worth:.3g} epochs. Beyond {FEW_EPOCHS}, repeated text teaches "
-                f"less and less, and from {MANY_EPOCHS} on nothing (Muennighoff et al. 2023, for decoders; "
+                f"WARNING: over {worth:.3g} epochs. Beyond {FEW_EPOCHS}, repeated text teaches "
+                f"less, and from {MANY_EPOCHS} on nothing (Muennighoff et al. 2023, for decoders; "
                 "encoders take more, because each epoch has other masks: BERT had 40). Use more "
                 f"text, or train.steps = {fewer:,} with a warm-up below that")
     return lines

@@ -255,6 +255,7 @@ def _of_steps(steps: int, per_step: int, tokens: int, best: Choice, limit: str) 
         "train.activation_checkpointing": (
             best.checkpointing, f"{best.memory.peak / 1e9:.1f} GB of a rank's memory"),
         "train.log_every": (max(1, steps // 200), ""),
+        "train.planned_tokens_per_second": (float(round(rate)), "a run half as fast says so"),
         "train.eval_every": (tenth, "ten evaluations"), "train.save_every": (tenth, "")}
 
 

@@ -3,8 +3,8 @@
 A token of both tokenizers (the same text, with or without a space before it, however the two mark
 that) keeps its vector; special tokens go by their role. Any other starts at the plain mean of the
 vectors of what the source's tokenizer makes of its text (Fast Vocabulary Transfer, Gee et al. 2022,
-arXiv 2402.09977); one of which that knows nothing starts at random, with the mean and the standard
-deviation of the table. So a tokenizer with tokens added keeps all that it had.
+arXiv 2402.09977); one of which that knows nothing, or bytes alone, starts as in a new model. So a
+tokenizer with tokens added keeps all that it had.
 """
 
 import json
@@ -28,7 +28,8 @@ from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.words import byte_value, bytes_of_piece, character_starts_word
 
 REPORT = "vocabulary.json"
-CLASSES = ("shared", "composed", "random")
+CLASSES = ("shared", "composed", "random", "bytes")  # bytes: of bytes alone, so random, too
+_APART = 0.1  # of a new model's deviation: noise on what is composed of the same as another token
 _BY_ID = ("words.weight", "words.delta", "mlm_head.bias")
 _ROWS_COUNTED = 1000  # of a corpus
 
@@ -55,7 +56,7 @@ def read_in_vocabulary(run: RunConfig, source: str, own: Tokenizer, report: str 
     if is_same:  # rows of no token stay too
         parts = [[number] for number in range(min(rows, before))]
     for network in release.networks().values():
-        _change_vocabulary(network, parts, rows, theirs.size, run.train.seed)
+        _change_vocabulary(network, parts, rows, run.train.seed)
     if release.generator and "words.delta" in release.main.tensors:
         del release.main.tensors["words.weight"]
         derive_words(release)  # to the bit the generator's + delta
@@ -97,6 +98,8 @@ def starting_points(own: Tokenizer, theirs: Tokenizer) -> tuple[list[list[int]],
         parts.append([] if number in by_role or not pair[0].strip() else
                      _parts(theirs, pair[1], by_text))
         kinds[number] = 1 if parts[-1] else 2
+        if parts[-1] and all(_is_broken(texts[part]) for part in parts[-1]):
+            parts[-1], kinds[number] = [], 3
     return parts, kinds
 
 
@@ -122,9 +125,14 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
     return texts
 
 
+def _is_broken(text: str) -> bool:
+    """Return whether a token's text has bytes of no whole character."""
+    return any("\udc80" <= character <= "\udcff" for character in text)
+
+
 def _parts(tokenizer: Tokenizer, text: str, by_text: dict[str, int]) -> list[int]:
     """Return the known ids of a token's text, as it continues a word if it can."""
-    if any("\udc80" <= character <= "\udcff" for character in text):  # byte by byte
+    if _is_broken(text):  # byte by byte
         return [by_text[character] for character in text if character in by_text]
     for lead in ("", " "):
         if found := [part for part in tokenizer.encode_after(lead + text)
@@ -133,12 +141,14 @@ def _parts(tokenizer: Tokenizer, text: str, by_text: dict[str, int]) -> list[int
     return []
 
 
-def _change_vocabulary(network: Network, parts: list[list[int]], rows: int, known: int, seed: int
-                       ) -> None:
-    """Give all that is indexed by id `rows` rows; of the source's, the first `known` are used."""
+def _change_vocabulary(network: Network, parts: list[list[int]], rows: int, seed: int) -> None:
+    """Give all that is indexed by id `rows` rows, those of several parts no two alike."""
     sizes = torch.tensor([0, *map(len, parts)])
     flat = torch.tensor([part for one in parts for part in one], dtype=torch.long)
     at_random = [number for number in range(rows) if number >= len(parts) or not parts[number]]
+    seen: set[tuple[int, ...]] = set()
+    apart = [number for number, part in enumerate(map(tuple, parts)) if len(part) > 1 and (
+        part in seen or seen.add(part))]  # type: ignore[func-returns-value]
     for salt, name in enumerate(_BY_ID):
         if (table := network.tensors.get(name)) is None:
             continue
@@ -146,10 +156,10 @@ def _change_vocabulary(network: Network, parts: list[list[int]], rows: int, know
         new_VC = torch.zeros(rows, old_VC.size(1))
         new_VC[:len(parts)] = F.embedding_bag(flat, old_VC, sizes.cumsum(0)[:-1],
                                                 mode="mean")
-        std_C, mean_C = torch.std_mean(old_VC[:known], 0)
-        for number in at_random:
+        for number in (*at_random, *apart) if name == "words.weight" else ():
             generator = torch.Generator().manual_seed(mix64(mix64(seed + salt) + number) >> 1)
-            new_VC[number] = mean_C + std_C * torch.randn(len(mean_C), generator=generator)
+            new_VC[number] += (network.config.init_std * (_APART if number in apart else 1.0)
+                               * torch.randn(old_VC.size(1), generator=generator))
         network.tensors[name] = new_VC.view(rows, *table.shape[1:]).to(table.dtype)
     network.config = replace(network.config, vocab_size=rows)
 
@@ -158,8 +168,8 @@ def _report(run: RunConfig, source: str, starts: list[tuple[str, list[str]]],
             kinds: np.ndarray, report: str) -> str:
     """Write OUT/`report` and return what it says in short."""
     path, frequencies = Path(run.out_dir) / report, _frequencies(run, len(kinds))
-    counts = np.bincount(kinds, minlength=3).tolist()
-    shares = (np.bincount(kinds, frequencies, 3) / max(1, frequencies.sum())).tolist()
+    counts = np.bincount(kinds, minlength=4).tolist()
+    shares = (np.bincount(kinds, frequencies, 4) / max(1, frequencies.sum())).tolist()
     figures: dict[str, dict] = {name: {"tokens": count, "share_of_text": round(share, 6)}
                                 for name, count, share in zip(CLASSES, counts, shares,
                                                               strict=True)}
@@ -169,7 +179,8 @@ def _report(run: RunConfig, source: str, starts: list[tuple[str, list[str]]],
     write_atomic(path, json.dumps({"source": source, "tokenizer": run.data.tokenizer} | figures,
                                   ensure_ascii=False, indent=1) + "\n")
     said = ", ".join(f"{counted(count, 'token')} {name} ({share:.2%} of the text)"
-                     for name, count, share in zip(CLASSES, counts, shares, strict=True))
+                     for name, count, share in zip(CLASSES, counts, shares, strict=True)
+                     ).replace(" bytes (", " of bytes alone, random (")
     return (f"WARNING: {run.data.tokenizer} has other tokens than the tokenizer of {source}; token "
             f"embeddings: {said}; {report} in the run's directory lists them")
 

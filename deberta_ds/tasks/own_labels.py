@@ -6,7 +6,7 @@ Rows that cannot be read are skipped here: reading the table as a whole names th
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -66,7 +66,7 @@ def _rows(task: Task, path: Path) -> list[Row]:
     return [(place, row) for place, row in rows if not is_ignored(task, row)]
 
 
-def _each(rows: Iterable[Row], read: Callable[[str, dict[str, Any]], Any]) -> list:
+def _each(rows: Sequence[Row], read: Callable[[str, dict[str, Any]], Any]) -> list:
     """Return what `read` finds in each row that it can; UserError where it finds nothing at all."""
     found, faults = [], []
     for place, row in rows:

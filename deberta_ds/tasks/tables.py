@@ -28,7 +28,7 @@ HUB_TABLE = "hub:"
 _KINDS = " ".join(TABLE_KINDS)
 _ENCODING = (", or name its encoding, such as cp1252 (encoding in the task file, --encoding of "
              "predict.py)")
-_CELLS = ("; put quotation marks around cells with the separator in them, or name another one, such "
+_CELLS = ("; put quotation marks around cells with the separator in them, or name another, such "
           'as delimiter = ";" in the task file')
 _EXPORTED = (".ann", ".spacy", ".xlsx", ".xls", ".ods")  # of brat, spaCy, spreadsheets
 _ENTITY = {"start", "start_offset", "span", "result"}  # keys of an object that is one

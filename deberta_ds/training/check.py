@@ -139,7 +139,8 @@ def changed_values(run: RunConfig, record: RunRecord) -> list[str]:
     saved = record.run("run.json")
     before = learning_rate(saved.optim, max(0, record.step - 1), saved.train.steps)
     rate = learning_rate(run.optim, record.step, run.train.steps)
-    if lines and record.step > run.optim.warmup_steps and rate > _JUMP * before:
+    is_changed = any(line.startswith(("optim.", "train.steps:")) for line in lines)
+    if is_changed and record.step > run.optim.warmup_steps and rate > _JUMP * before:
         lines.append(f"WARNING: the learning rate of step {record.step:,} is {rate:.2g}; the one "
                      f"before was {before:.2g}. To go on at low rates, set train.steps back and "
                      "start another run from this one, with [init] moments = true and an "

@@ -1,11 +1,13 @@
 """What a run has done so far, and what it writes down of it: metrics.jsonl, console, run.json."""
 
 import math
+import os
 import socket
 import time
 from dataclasses import asdict
 from typing import Any
 
+from deberta_ds.base.numbers import format_count
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.watchdog import Watchdog
@@ -21,6 +23,21 @@ from deberta_ds.training.join import versions
 from deberta_ds.training.meters import Meters, SpeedMeter, TimeUse, WorkMeter, find_slowest
 from deberta_ds.training.start import Started
 from deberta_ds.training.step import StepResult
+
+_SETTLED_STEPS = 20  # after which the speed is compared with the planned one
+
+
+def slower_than_planned(planned: float, measured: float) -> str:
+    """Return what is said of a run that has less than half of the tokens per second that were
+    planned, with the load of this machine; "" of others.
+    """
+    if planned < 2 * measured or not measured:
+        return ""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    busy = ": it is busy with other work" * (load > cores + 1)
+    return (f"WARNING: {planned / measured:.1f} times slower than planned: {format_count(measured)}"
+            f" tokens/s, train.planned_tokens_per_second = {format_count(planned)}; this node "
+            f"has a load of {load:.1f} on {cores} cores{busy}")
 
 
 class Journal:
@@ -45,6 +62,7 @@ class Journal:
         time_use = TimeUse(record.time_use if record else {},
                            started.lost_before + started.lost_now)
         self.meters = Meters(speed, time_use, WorkMeter(device), watchdog)
+        self._slow_after = self.step + _SETTLED_STEPS
         self._hosts = dist.gather_objects(socket.gethostname())
         self._worked = [0.0] * len(self._hosts)  # seconds of each rank, since it was last said
 
@@ -99,6 +117,11 @@ class Journal:
         if slowest:
             record["slowest_share"] = slowest.share
         self._log.metrics(record)
+        if self._slow_after and self.step >= self._slow_after:
+            self._slow_after = 0  # once
+            if slow := slower_than_planned(self._run.train.planned_tokens_per_second,
+                                           record["tokens_per_second"]):
+                self._log.info(slow)
 
     def say_where_time_goes(self) -> None:
         self._log.info(self.meters.time_use.line(self.seconds))

@@ -1,7 +1,9 @@
 """Tables that read well and mean something else: units, fields, same texts, rules of languages."""
 
+import csv
 import json
 
+import numpy as np
 import pytest
 from superglue_helpers import write_lines
 from test_finetune_own import write_task
@@ -13,6 +15,7 @@ from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.look import look
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import carve, count_shared, read_split
+from examples.convert_annotations import rows_of
 
 TEXT = "😀😀😀 Annabelle met Bartholomew near Rome, Carla with Linz, Dora and Fürther."
 NAMES = ("Annabelle", "Bartholomew", "Rome", "Carla", "Linz", "Dora", "Fürther")
@@ -156,3 +159,25 @@ def test_look_shows_columns_counts_and_rows_as_they_are_read(tmp_path):
          texts=["q", "text"], label="answers")
     lines = list(look(load_own_task(tmp_path / "task.toml")[0], "."))
     assert "  - what? || tall [trees]" in lines and "      = no answer" in lines
+
+
+def test_a_tag_inside_of_a_field_is_taken_by_its_key(tmp_path):
+    path = tmp_path / "a.conllu"
+    path.write_text("".join(f"{n}\t{word}{chr(9)}{field}\n" for n, (word, field) in enumerate(
+        [("Bob", "SpaceAfter=No"), ("R", "SpaceAfter=No|name=B-PER"), (".", "name=O")], start=1)))
+    columns = {"word": 2, "tag": 3}
+    with pytest.raises(UserError, match="--key SpaceAfter or name, or --key all"):
+        list(rows_of(str(path), columns))
+    assert [row["tags"] for row in rows_of(str(path), columns, key="name")] == [["O", "B-PER", "O"]]
+    assert "SpaceAfter=No" in next(rows_of(str(path), columns, key="all"))["tags"]
+
+
+def test_csv_cells_decide_what_columns_called_tokens_and_tags_hold(tmp_path):
+    rows = [(["Anna", "can't"], ["B-PER", "O"]), (["In", "Rome"], ["O", "B-LOC"])]
+    for form in (str, json.dumps, " ".join, lambda row: str(np.array(row))):
+        with open(tmp_path / "a.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("tokens", "tags"), *(map(form, row) for row in rows)])
+        examples, said = load(tmp_path, "tags", "a.csv", (tmp_path / "a.csv").read_text(),
+                              texts=["tokens"], label="tags")
+        assert [one.sequences for one in examples] == [(("Anna can't",),), (("In Rome",),)]
+        assert "B-LOC (1)" in said and "O (2)" in said

@@ -105,10 +105,23 @@ def test_too_little_and_nothing_known(tmp_path):
     text = corpus(tmp_path / "here", 1_250_000)
     with pytest.raises(UserError, match="too few to learn from.*more --hours"):
         new_run.choose(text, new_run.open_devices("1 cpu"), 0.001, "", "mine")
-    with pytest.raises(UserError, match="nothing: no corpus.json .*build.py to its end, or give the right"):
+    few = corpus(tmp_path / "few", 1000)
+    with pytest.raises(UserError, match="limit is the text.: give at least [\\d,]+ tokens of text"):
+        new_run.choose(few, new_run.open_devices("1 cpu"), 1, "", "mine")
+    with pytest.raises(UserError, match="nothing: no corpus.json .*build.py to its end"):
         new_run.open_corpus(str(tmp_path / "nothing"), None, None)
     with pytest.raises(UserError, match="names its heldout; give --heldout"):
         new_run.open_corpus(str(tmp_path / "here/train"), None, None)
+
+
+def test_cards_that_the_text_does_not_fill_are_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
+    text = corpus(tmp_path, 1_250_000)
+    written, _ = new_run.choose(text, new_run.open_devices("8 x h100"), 1, "", "mine")
+    words = " ".join(written.replace("#", "").split())
+    assert re.search(r"tokens of it would keep 8 GPUs busy; one takes .* all of them ", words)
+    written, _ = new_run.choose(text, new_run.open_devices("h100"), 1, "", "mine")
+    assert "GPUs busy" not in written
 
 
 @pytest.mark.slow

@@ -288,7 +288,7 @@ def test_command(run_file, monkeypatch):
     done = python(ROOT / "launch/plan.py", "--config", run_file, "--devices", "4 x a100",
                   "--train.global_batch_size=64", "--train.steps=2000", "--price_per_hour=1000")
     assert "recommended: ZeRO-1, activation checkpointing none" in done.stdout
-    assert done.stdout.startswith("epochs: ") and "WARNING: more than 40 epochs" in done.stdout
+    assert done.stdout.startswith("epochs: ") and "WARNING: over 40 epochs" in done.stdout
     assert all(len(line) <= 79 for line in done.stdout.splitlines() if "/" not in line)
     hours, cost = re.search(r"([\d,.]+) GPU-hours, cost ([\d,.]+)", " ".join(
         done.stdout.split())).groups()

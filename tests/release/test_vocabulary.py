@@ -26,7 +26,7 @@ from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import release_of_state, write_ours
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.shape import complete, padded_rows
-from deberta_ds.release.vocabulary import starting_points
+from deberta_ds.release.vocabulary import CLASSES, starting_points
 from deberta_ds.tokenizer import Tokenizer
 
 KINDS = ("sentencepiece", "roberta", "bert_cased", "unigram", "llama", "deberta_v1")
@@ -93,18 +93,25 @@ def test_every_table_by_id_follows_the_tokenizer(tmp_path, to, sharing, tokenize
         key = "mlm_head.bias" if name.endswith("bias") else \
             "words.delta" if name[0] == "d" and sharing == "gdes" else "words.weight"
         old = sources[name][key].double()
+        seen: set[tuple] = set()
         for number in np.flatnonzero(kinds < 2):
+            is_alike = len(parts[number]) > 1 and tuple(parts[number]) in seen
+            seen.add(tuple(parts[number]))
+            assert not is_alike or name.endswith("bias") or key == "words.delta" or (
+                table == table[number]).all(1).sum() == 1
+            if is_alike:
+                continue
             wanted = sum(old[part] for part in parts[number]) / len(parts[number])
             assert torch.allclose(table[number].double(), wanted, atol=1e-6, rtol=0), name
         shared = torch.tensor(np.flatnonzero(kinds == 0))
         assert torch.equal(table[shared].float(), old[[parts[n][0] for n in shared]].float())
-        at_random = table[np.flatnonzero(kinds == 2).tolist() + list(range(own.size, len(table)))]
-        assert 0.5 < at_random.std() / old.std() < 2 and len(set(at_random.flatten().tolist())) > 9
+        at_random = table[np.flatnonzero(kinds > 1).tolist() + list(range(own.size, len(table)))]
+        assert 0.01 < at_random.std() < 0.04 if key == "words.weight" else (at_random == 0).all()
     if tokenizer == "grown":
         assert (kinds[:theirs.size] == 0).all() and own.size == theirs.size + 6
     warning, = [note for note in notes if "has other tokens" in note]
     assert f"{report['shared']['tokens']} tokens shared" in warning
-    assert sum(report[name]["share_of_text"] for name in ("shared", "composed", "random")) \
+    assert sum(report[name]["share_of_text"] for name in CLASSES) \
         == pytest.approx(1, abs=1e-5)
 
 
@@ -236,3 +243,12 @@ def test_a_source_whose_tokenizer_has_ids_beyond_its_table_is_refused(tmp_path):
     shutil.copy(tmp_path / "grown/tokenizer.json", source)
     with pytest.raises(UserError, match="ids, but the token embedding only 640 rows"):
         started(tmp_path, source, directory_of("bert_cased"))
+
+
+def test_tokens_of_another_script_are_not_composed_of_bytes(tmp_path):
+    """Means of bytes are alike (cosine 0.94), and were 83 % of a log that read as a success."""
+    (tmp_path / "vocab.txt").write_text(
+        "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nмама\nраму\nthe\nthéф\n", encoding="utf-8")
+    parts, kinds = starting_points(Tokenizer(tmp_path), Tokenizer(tokenizer_path()))
+    assert [CLASSES[kind] for kind in kinds[5:]] == ["bytes", "bytes", "shared", "composed"]
+    assert parts[5] == parts[6] == []

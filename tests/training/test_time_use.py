@@ -177,3 +177,14 @@ def test_the_end_of_the_metrics_is_uploaded_too():
     mine.uploads = SimpleNamespace(begin=lambda: begun.append(1), is_running=lambda: False)
     mine.finish_uploads(None)
     assert begun == [1]
+
+
+def test_a_run_that_is_slower_than_planned_says_so_and_a_busy_machine(monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (64.5, 0.0, 0.0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    assert journal.slower_than_planned(1900.0, 1000.0) == ""
+    assert journal.slower_than_planned(0.0, 1000.0) == ""
+    said = journal.slower_than_planned(4700.0, 1000.0)
+    assert "4.7 times slower than planned" in said and "64.5 on 8 cores: it is busy" in said
+    monkeypatch.setattr("os.getloadavg", lambda: (8.0, 0.0, 0.0))
+    assert "busy" not in journal.slower_than_planned(4700.0, 1000.0)
