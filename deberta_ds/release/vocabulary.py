@@ -98,7 +98,8 @@ def starting_points(own: Tokenizer, theirs: Tokenizer) -> tuple[list[list[int]],
         parts.append([] if number in by_role or not pair[0].strip() else
                      _parts(theirs, pair[1], by_text))
         kinds[number] = 1 if parts[-1] else 2
-        if parts[-1] and all(_is_broken(texts[part]) for part in parts[-1]):
+        if parts[-1] and all(
+                _is_broken(texts[part]) or not texts[part].strip() for part in parts[-1]):
             parts[-1], kinds[number] = [], 3
     return parts, kinds
 
