@@ -15,7 +15,8 @@ Exports of annotation tools (.json, .jsonl, .csv, .parquet) keep their columns, 
     doccano           {"text": "...", "label": [[0, 4, "PER"]]}, or objects in a list "entities"
     spaCy             ["...", {"entities": [[0, 4, "PER"]]}]: columns "text" and "entities"
     Prodigy           {"text": "...", "spans": [{"start": 0, "end": 4, "label": "PER"}], "answer"}:
-                      what was not accepted has no label
+                      what was not accepted has no label; of a question on one class
+                      (textcat.teach) "answer" stays, the label column of that task
     Label Studio      its JSON (the first annotation that was not cancelled) and JSON_MIN, also as
                       CSV; classes that were chosen are columns by their names in its interface
 """
@@ -84,8 +85,8 @@ def rows_of(path: str, columns: Mapping[str, int], encoding: str = "", key: str 
             ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file; UserError names the first that cannot be read."""
     suffix = suffix_of(path)
-    if suffix in TABLE_KINDS and not columns and not (
-            suffix == ".tsv" and is_wikiann(path, encoding)):
+    if suffix in TABLE_KINDS and not columns and not (suffix == ".tsv" and (
+            is_wikiann(path, encoding) or has_sentences(path, encoding))):
         found = ((place, converted(place, row)) for place, row in read_each(
             path, class_names=True, encoding=encoding))
     else:
@@ -109,12 +110,13 @@ def converted(place: str, row: Any) -> dict[str, Any] | UserError:
     row = {"text": row[0], **row[1]} if is_pair(row) else row
     if not isinstance(row, dict):
         return row if isinstance(row, UserError) else UserError(f"{place}: not a JSON object")
+    is_question = isinstance(row.get("label"), str)  # whether a text is of one class
     row = flat(row)
     done = row.get("answer") == "accept" or row.get("annotation_id") not in (None, "")
     if done and not {*ENTITIES, "accept"} & {key for key, value in row.items() if value != ""}:
         row["spans" if "answer" in row else "label"] = []  # annotated, without any entity
     row = {key: value for key, value in row.items()
-           if key not in ("answer", "_task_hash", "annotation_id")}
+           if key not in ("_task_hash", "annotation_id") and (key != "answer" or is_question)}
     for key in ENTITIES:
         value = row.get(key)
         if isinstance(value, str) and value[:1] == "[":
@@ -188,6 +190,16 @@ def is_wikiann(path: str, encoding: str = "") -> bool:
     return bool(filled) and all(map(_WIKIANN.fullmatch, filled))
 
 
+def has_sentences(path: str, encoding: str = "") -> bool:
+    """Return whether blank lines part the lines of a file, of which none has a quotation mark that
+    may open a cell.
+    """
+    lines = [line for _, line in itertools.islice(text_lines(path, encoding=encoding), 1000)]
+    return any(not line.strip() for line in lines[:-1]) and not any(
+        cell.startswith('"') and cell.count('"') == 1 and len(cell) > 1
+        for line in lines for cell in line.split("\t"))
+
+
 def _without_language(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     for place, line in lines:
         if line.strip() and not _WIKIANN.fullmatch(line):
@@ -244,6 +256,9 @@ def _form(path: str, lines: Iterator[tuple[str, str]], columns: Mapping[str, int
                 f"{path}: column 1 {what}, so it is not the word; name the columns of word and "
                 "tag, counted from 1 (-1: the last), such as: "
                 f"--word {example['word']} --tag {example['tag']}")
+    if asked is _CONLLU and width < _CONLLU["tag"]:
+        raise UserError(f"{path}: has {width} columns, and CoNLL-U 10; name those of word and tag, "
+                        f"such as: --word {min(2, width)} --tag {width}")
     if word == 0 and width > 1 and not untagged:
         raise UserError(f"{path}: column 1 has the tags; say --word 2 --tag 1")
     in_brackets = "*" in tags and all(map(_BRACKET.fullmatch, tags))

@@ -171,8 +171,9 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
             notes.append(f'answers are compared by the rule of language = "{language}"')
     official = task.count(split)
     if not examples:
-        raise UserError(f"{source}: not a single example in it\n  expected format: "
-                        f"{line_format(task)}")
+        why = next((f". The first of {total:,} rows: {one}" for one in faults.errors.values()),
+                   f"\n  expected format: {line_format(task)}")
+        raise UserError(f"{source}: not a single example in it{why}")
     if official is not None and len(examples) != official and not any_size:
         raise UserError(
             f"{source}: {len(examples)} predictions, but the official {task.name} {split} has "

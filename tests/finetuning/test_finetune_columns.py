@@ -155,7 +155,7 @@ def test_files_to_convert_name_the_command_that_does(tmp_path, file, text):
     assert command[0] == "examples/convert_annotations.py"
     run_main(*command)
     rows = [row for _, row in read_table(command[-1])]
-    assert rows and not {"_task_hash", "annotation_id", "answer"} & rows[0].keys()
+    assert rows and not {"_task_hash", "annotation_id"} & rows[0].keys()
 
 
 @pytest.mark.parametrize(("file", "text", "metrics", "labels"), [

@@ -2,9 +2,11 @@
 
 import csv
 import json
+import runpy
 
 import numpy as np
 import pytest
+from launching import ROOT
 from superglue_helpers import write_lines
 from test_finetune_own import write_task
 
@@ -15,13 +17,15 @@ from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.look import look
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import carve, count_shared, read_split
-from examples.convert_annotations import rows_of
 
 TEXT = "😀😀😀 Annabelle met Bartholomew near Rome, Carla with Linz, Dora and Fürther."
 NAMES = ("Annabelle", "Bartholomew", "Rome", "Carla", "Linz", "Dora", "Fürther")
 UNITS = {"bytes of UTF-8": lambda at: len(TEXT[:at].encode()),
          "units of UTF-16": lambda at: len(TEXT[:at].encode("utf-16-le")) // 2,
          "from 1": lambda at: at + 1}
+
+
+rows_of = runpy.run_path(str(ROOT / "examples/convert_annotations.py"))["rows_of"]
 
 
 def entities(place=lambda at: at, text: str = TEXT, names=NAMES) -> list:
@@ -181,3 +185,22 @@ def test_csv_cells_decide_what_columns_called_tokens_and_tags_hold(tmp_path):
                               texts=["tokens"], label="tags")
         assert [one.sequences for one in examples] == [(("Anna can't",),), (("In Rome",),)]
         assert "B-LOC (1)" in said and "O (2)" in said
+
+
+def test_files_of_other_projects_that_were_read_as_something_else(tmp_path):
+    """GUM's .tsv was a table with the columns "Bos" and "person", BSNLP's .conllu lost its tags,
+    answers to Prodigy's yes/no questions went, a row's fault was hidden.
+    """
+    (tmp_path / "gum.tsv").write_text("\nBos\tperson\n'\tO\n\nants\tanimal\nsleep\tO\n")
+    assert [row["tags"] for row in rows_of(str(tmp_path / "gum.tsv"), {})] == [
+        ["person", "O"], ["animal", "O"]]
+    (tmp_path / "pl.conllu").write_text("#DOCSTART\n\n1\tUnia\tB-LOC\n2\tjest\tO\n")
+    with pytest.raises(UserError, match="has 3 columns, and CoNLL-U 10.*--word 2 --tag 3"):
+        list(rows_of(str(tmp_path / "pl.conllu"), {}))
+    row = {"text": "a", "label": "DOCS", "_task_hash": 1, "answer": "reject"}
+    write_lines(tmp_path / "textcat.jsonl", [row, row | {"answer": "accept"}])
+    assert [row["answer"] for row in rows_of(str(tmp_path / "textcat.jsonl"), {})] == [
+        "reject", "accept"]
+    with pytest.raises(UserError, match="(?s)not a single example in it.*is missing"):
+        list(look(load_own_task(write_task(tmp_path, "regression", [
+            {"text": "a", "label": ""}], texts=["text"]))[0], "."))

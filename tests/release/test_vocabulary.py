@@ -248,7 +248,7 @@ def test_a_source_whose_tokenizer_has_ids_beyond_its_table_is_refused(tmp_path):
 def test_tokens_of_another_script_are_not_composed_of_bytes(tmp_path):
     """Means of bytes are alike (cosine 0.94), and were 83 % of a log that read as a success."""
     (tmp_path / "vocab.txt").write_text(
-        "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nмама\nраму\nthe\nthéф\n", encoding="utf-8")
+        "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nდედა\nცა\nthe\ntheდ\n", encoding="utf-8")
     parts, kinds = starting_points(Tokenizer(tmp_path), Tokenizer(tokenizer_path()))
     assert [CLASSES[kind] for kind in kinds[5:]] == ["bytes", "bytes", "shared", "composed"]
     assert parts[5] == parts[6] == []
