@@ -211,7 +211,7 @@ def check_splits(jobs: Sequence[Job]) -> None:
                                     f"{too_few}. Set {option}max_length={positions} to cut it")
                 elif longest > known:
                     job.say(f"  WARNING: {split.source}: the longest row has {longest:,} tokens; "
-                            f"{job.start.name} was trained for {known:,}")
+                            f"{job.start.name} is made for {known:,}")
     if problems:
         raise UserError("texts do not fit:\n  " + "\n  ".join(problems))
 
