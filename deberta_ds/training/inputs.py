@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deberta_ds.base.inputs import Input
+from deberta_ds.base.inputs import Input, identity_of
 from deberta_ds.base.numbers import format_count
 from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule, own_parts
@@ -58,8 +58,7 @@ class Inputs:
         return self.opened["minimal pairs"].value
 
     def identity(self) -> dict[str, str]:
-        return {name: digest for one in self.opened.values()
-                for name, digest in one.identity.items()}
+        return identity_of(self.opened.values())
 
 
 def open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:

@@ -9,7 +9,7 @@ from test_metrics_references import task_of
 
 from deberta_ds.checkpoint.find import Found
 from deberta_ds.finetuning import loop, metrics, predict_file, resume
-from deberta_ds.finetuning.job import digest
+from deberta_ds.finetuning.inputs import digest
 from deberta_ds.finetuning.layouts import Example, TextSpan
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.submission import render
@@ -50,7 +50,7 @@ def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(monkeypat
     done = []
     engine = SimpleNamespace(eval=lambda: done.append("eval"), train=lambda: done.append("train"))
     job = SimpleNamespace(task=SimpleNamespace(no_answer=False),
-                          val=SimpleNamespace(examples=[]),
+                          tables=SimpleNamespace(val=SimpleNamespace(examples=[])),
                           scores=lambda *_: done.append("scores"))
     monkeypatch.setattr(loop, "predictions_of", lambda *_: [])
     monkeypatch.setattr(loop.metrics, "score", lambda *_: {})

@@ -1,0 +1,229 @@
+"""What a fine-tuning reads (base/inputs.py), opened once for all seeds of a task; one run of it.
+
+The model with its tokenizer, and DeepSpeed's JSON, are the same for all tasks (options.py). Tables,
+and a fine-tuned model to start from, are a task's own. Their identity is what ranks compare, what
+another seed and a continuation compare, and what result.json names.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.inputs import Input, identity_of
+from deberta_ds.cluster import dist
+from deberta_ds.config.run_config import to_dict
+from deberta_ds.engine import ds_config
+from deberta_ds.finetuning import readers
+from deberta_ds.finetuning.directory import Finetuned, find_finetuned, is_finetuned, load_finetuned
+from deberta_ds.finetuning.encoded import Encoded, encode_split
+from deberta_ds.finetuning.layouts import is_labelled
+from deberta_ds.finetuning.models import Start, start_from
+from deberta_ds.finetuning.predict import score_split
+from deberta_ds.finetuning.readers import Split
+from deberta_ds.finetuning.settings import Settings, resolve
+from deberta_ds.finetuning.tables import Faults
+from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of
+from deberta_ds.training.check import check_alike
+
+if TYPE_CHECKING:
+    from deberta_ds.finetuning.sweep import Sweep
+
+CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
+_CARVE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A task's splits: `tests` are predicted (and scored, with labels), `diagnostics` scored, both
+    by name.
+    """
+
+    train: Split
+    val: Split
+    tests: Mapping[str, Split] = field(default_factory=dict)
+    diagnostics: Mapping[str, Split] = field(default_factory=dict)
+    # By the id of a split; the seeds of a task have splits and settings in common.
+    encoded: dict[int, Encoded] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One (task, seed) run."""
+
+    task: Task
+    seed: int
+    settings: Settings
+    start: Start
+    tables: Tables
+    out: Path  # the run's own directory
+    deepspeed: dict  # checked DeepSpeed JSON
+    device: torch.device
+    inputs: tuple[Input, ...] = ()  # all that was read
+    init_from: str = ""  # a fine-tuned directory of another task,
+    initial: Finetuned | None = None  # what was read there, once for all seeds
+    keep_model: bool = True
+    show_scores: bool = False  # as tables, at the end
+    say: Callable[[str], None] = print
+
+    def features(self, split: Split) -> Encoded:
+        """Return one of the run's splits encoded, once for all seeds.
+
+        UserError names an example that cannot be made to fit.
+        """
+        encoded = self.tables.encoded
+        if id(split) not in encoded:
+            encoded[id(split)] = encode_split(split, self.start.tokenizer, self.settings, self.say)
+        return encoded[id(split)]
+
+    def scores(self, model: Callable, split: Split) -> list[np.ndarray]:
+        """Return what `model`, in evaluation mode, gives every example; call it on every rank."""
+        return score_split(model, split.task, split.examples, self.features(split),
+                           global_batch_size=self.settings.eval_batch_size, device=self.device)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run on disk must agree in, to stand for this one."""
+        return {"task": self.task.name, "seed": self.seed, "settings": to_dict(self.settings),
+                "start": self.start.name, "init_from": self.init_from, **identity_of(self.inputs)}
+
+
+def open_inputs(sweep: "Sweep", task: Task) -> tuple[Input, ...]:
+    """Open what the runs of a task read; call on every rank. UserError on every rank."""
+    return tuple(open_one(sweep, task) for open_one in (_model, _deepspeed, _tables, _initial))
+
+
+def _model(sweep: "Sweep", _: Task) -> Input:
+    return Input("model", sweep.start, sweep.start.identity())
+
+
+def _deepspeed(sweep: "Sweep", _: Task) -> Input:
+    return Input("DeepSpeed JSON", sweep.deepspeed,
+                 {"precision": ds_config.precision(sweep.deepspeed)})
+
+
+def _initial(sweep: "Sweep", task: Task) -> Input:
+    """Open the fine-tuned model that a task starts from: (its place, what was read there). One that
+    is gone does not matter to runs that are finished.
+    """
+    if task.name not in sweep.init_from:
+        return Input("init_from", ("", None), {"init_weights": ""})
+
+    def opened() -> tuple[str, Finetuned | None]:
+        place = find_finetuned(sweep.init_from[task.name])
+        if not is_finetuned(place):
+            return str(place), None
+        found = load_finetuned(place)
+        start_from(sweep.start, found, str(place))  # said before hours of training
+        if found.failure:
+            sweep.say(f"warning: the run of {place} failed: {found.failure}")
+        return str(place), found
+
+    place, found = dist.together(opened)
+    return Input("init_from", (place, found), {"init_weights": found.file_digest if found else ""})
+
+
+def _tables(sweep: "Sweep", task: Task) -> Input:
+    found = read_tables(sweep, task)
+    dist.together(lambda: _check(sweep, found))
+    train, val = found.train, found.val
+    return Input("tables", found, {
+        "train": [train.source, len(train.examples)], "val": [val.source, len(val.examples)],
+        "labels_and_texts": digest(task, train, val),
+        "tests": {name: digest(split.task, split) for name, split in found.tests.items()}})
+
+
+def digest(task: Task, *splits: Split) -> str:
+    """Return a hash of what a task makes of its data: texts, labels, answers, metrics."""
+    found = xxhash.xxh3_128(repr((task.head, task.labels, task.metrics, task.language,
+                                    task.columns.get("group"))).encode())
+    for example in itertools.chain.from_iterable(split.examples for split in splits):
+        found.update(repr((example.sequences, example.label, example.spans, example.names,
+                           example.gold)).encode("utf-8", "surrogatepass"))
+    return found.hexdigest()
+
+
+def _check(sweep: "Sweep", tables: Tables) -> None:
+    """UserError for what is wrong with the tables; texts that two of them share are said."""
+    readers.check_targets(tables.train)
+    readers.check_targets(tables.val)
+    for split in (tables.val, *tables.tests.values()):
+        lost = [e.place for e in split.examples if e.group is None and is_labelled(e)]
+        if lost and (column := split.task.columns.get("group")):
+            raise UserError(f"{lost[0]}: no column {column!r} (group in the task file); scores "
+                            "are to be shown by its values")
+        shared, place = readers.count_shared(tables.train, split)
+        if shared:
+            sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
+                      f"{split.source} are in {tables.train.source} too (such as {place}); their "
+                      "scores say nothing about new texts")
+
+
+def read_tables(sweep: "Sweep", task: Task) -> Tables:
+    """Return the splits of `task`.
+
+    A test of an own task that has no name is called as the task; the diagnostic of MNLI is MNLI-mm.
+    Under `max_bad` all are encoded here, without what cannot be.
+    """
+    encoded: dict[int, Encoded] = {}
+
+    def read_parts(of: Task, split: str, carved: float = 0, name: str = "") -> list[Split]:
+        """Return a split, or the two that are carved out of it, the first with such a share."""
+        faults = Faults(sweep.max_bad, sweep.out / f"{of.name}.{name or split}.bad_rows.txt")
+        whole = dist.together(lambda: readers.read_split(
+            of, sweep.data, split, any_size=sweep.any_size, faults=faults))
+        before = len(faults.errors)
+        parts = [*readers.carve(whole, carved, _CARVE_SEED)] if carved else [whole]
+        if sweep.max_bad and "gender_parity" not in of.metrics:  # of pairs, no line goes alone
+            parts = [_that_fit(sweep, task, part, faults, encoded) for part in parts]
+        said = whole.left_out if len(faults.errors) == before else faults.check(
+            before + len(whole.examples), faults.fit(task, f"--{task.name}."))
+        if said:
+            sweep.say(f"{whole.source}: {said}")
+        return parts
+
+    def read(of: Task, split: str, name: str = "") -> Split:
+        return read_parts(of, split, name=name)[0]
+
+    if task.val_share and "val" not in task.files:
+        train, val = read_parts(task, "train", 1 - task.val_share)
+    elif task.name in sweep.carved:
+        train, val = read_parts(task, "val", CARVED_SHARE)
+    else:
+        val, train = read(task, "val"), read(task, "train")
+    found = Tables(train, val, tests := {}, diagnostics := {}, encoded)
+    if task.name not in TASK_NAMES:
+        for place, table in task.files.items():
+            if sweep.predict_test and place.startswith("test"):
+                name = task.name if place == "test" else place.removeprefix(TEST)
+                own = replace(task, files={"test": table})
+                tests[name] = read(own, "test", place.replace("/", "."))
+        return found
+    for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
+        there = dist.together(lambda test=test: [
+            readers.has_split(test, sweep.data, split) for split in ("val", "test")])
+        check_alike({f"{test.name}: there are val and test": there})
+        if test.predicted_by and there[0]:
+            diagnostics[test.name] = read(test, "val")
+        if there[1]:
+            tests[test.name] = read(test, "test")
+        else:
+            sweep.say(f"{test.name}: no test split under {sweep.data}, no submission file")
+    return found
+
+
+def _that_fit(sweep: "Sweep", task: Task, split: Split, faults: Faults,
+              encoded: dict[int, Encoded]) -> Split:
+    """Return a split that `task` predicts, without what cannot be encoded, such as long texts."""
+    settings = resolve(task, sweep.settings)
+    features = encode_split(split, sweep.start.tokenizer, settings, sweep.say, faults)
+    if lost := {*features.lost}:
+        split = replace(split, examples=tuple(
+            example for n, example in enumerate(split.examples) if n not in lost))
+    encoded[id(split)] = features
+    return split
