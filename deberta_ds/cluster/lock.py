@@ -111,6 +111,14 @@ def is_held(out_dir: str | Path) -> bool:
     return holder is not None and (holder.machine != process.machine() or _lives_here(holder))
 
 
+def forget(out_dir: str | Path) -> None:
+    """Delete what a dead job of this machine has left of its lock; the first rank alone."""
+    with suppress(UserError, OSError):
+        if not is_held(out_dir):
+            for name in (BEAT, NAME):
+                Path(out_dir, name).unlink(missing_ok=True)
+
+
 def take(path: Path, mine: Holder) -> None:
     """Write the lock `path`; raises UserError if a live job holds it."""
     try:

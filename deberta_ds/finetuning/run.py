@@ -64,6 +64,7 @@ def run(job: Job) -> dict:
                     "again, and keep it")
         if dist.is_main():
             forget(job.out)  # if it was killed when it had just ended
+            lock.forget(job.out)
         return found
     with lock.held(job.out):
         return _run(job)
