@@ -70,7 +70,8 @@ def main() -> None:
     # Of a run in training there may be a newer checkpoint a moment later.
     place = dist.broadcast_object(dist.together(lambda: checkpoint_of(options.model)))
     pairs, model = dist.together(lambda: (read_pairs(options.data), load(place)))
-    check_alike(model.identity() | {"hash of the pairs": sha256(repr(pairs).encode()).hexdigest()})
+    check_alike({f"hash of the model's {name}": digest for name, digest in model.identity.items()}
+                | {"hash of the pairs": sha256(repr(pairs).encode()).hexdigest()})
     if options.sample:
         pairs = sample_pairs(pairs, options.sample, options.seed)
     scored = dist.together(lambda: pair_scores.score_pairs(model, pairs, options.scoring))

@@ -23,7 +23,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
@@ -43,7 +43,6 @@ from deberta_ds.release.relative_rows import with_a_row_a_distance
 from deberta_ds.release.release import Network
 from deberta_ds.release.tensors import (
     SAFETENSORS,
-    tensors_digest,
     weight_file,
     write_safetensors,
 )
@@ -73,12 +72,7 @@ class Finetuned:
     threshold: float = 0.0  # of answers: by how much no answer must score more to be said
     failure: str = ""  # why its run failed, if it did
     file_digest: str = ""  # of the weight file
-
-    def identity(self) -> dict[str, str]:
-        """Return digests of what was read."""
-        facts = repr((self.task, self.settings, self.config, self.threshold)).encode()
-        return {"weights": tensors_digest(self.weights), "tokenizer": self.tokenizer.sha256,
-                "task, settings and shape": xxhash.xxh3_128_hexdigest(facts)}
+    identity: dict[str, str] = field(default_factory=dict)  # digests of what was read
 
     def backbone(self) -> dict[str, Tensor]:
         """Return the encoder's weights."""
@@ -182,7 +176,8 @@ def load_finetuned(path: str | Path) -> Finetuned:
     if type(threshold) is not float or not math.isfinite(threshold):
         raise UserError(f"{path / FACTS}: threshold {threshold!r} is no finite number")
     return Finetuned(task, settings, network.config, weights, release.tokenizer, threshold,
-                     str(facts.get("failure", "")), before or "")
+                     str(facts.get("failure", "")), before or "", release.identity | {
+                         "task and settings": xxhash.xxh3_128_hexdigest(repr(facts).encode())})
 
 
 def find_finetuned(path: str | Path) -> Path:

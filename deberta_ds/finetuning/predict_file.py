@@ -60,7 +60,7 @@ def predict_file(
     """
     dist.together(lambda: _check_options(data, out, keep))
     check_alike({f"hash of the model's {name}": digest
-                 for name, digest in saved.identity().items()})
+                 for name, digest in saved.identity.items()})
     model = finetuned_model(saved, device)
     task = replace(saved.task, form=replace(saved.task.form, encoding=encoding))
     bad = Faults(max_bad, out.with_name(f"{out.name}.bad_rows.txt"))

@@ -1,9 +1,7 @@
 """Load a model for use: the encoder that is fine-tuned, its tokenizer, its pretraining heads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import xxhash
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
@@ -12,7 +10,6 @@ from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release import release as networks
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.tensors import tensors_digest
 from deberta_ds.tokenizer import Tokenizer
 
 
@@ -25,6 +22,7 @@ class LoadedModel:
     masked_lm: (token embedding, MaskedLm) of the model itself or, if it has no masked-LM head with
     a position table, of the generator next to it; None without either. Its layers are its own.
     replaced_token_head: of the backbone, where the source has it.
+    identity: digests of what was read.
     """
 
     backbone: Backbone
@@ -32,17 +30,7 @@ class LoadedModel:
     model_config: ModelConfig
     masked_lm: tuple[TokenEmbedding, MaskedLm] | None
     replaced_token_head: ReplacedTokenHead | None = None
-
-    def identity(self) -> dict[str, str]:
-        """Return digests of what was read; on the CPU or a GPU."""
-        parts = {"encoder": self.backbone, "discriminator's head": self.replaced_token_head}
-        parts |= dict(zip(("token embedding", "masked LM"), self.masked_lm or (), strict=False))
-        found = {f"hash of the {name}": tensors_digest(
-            {key: value.cpu() for key, value in part.state_dict().items()})
-            for name, part in parts.items() if part is not None}
-        shape = xxhash.xxh3_128_hexdigest(repr(self.model_config).encode())
-        return found | {"hash of the shape": shape, "hash of the tokenizer":
-                        self.tokenizer.sha256 if self.tokenizer else ""}
+    identity: dict[str, str] = field(default_factory=dict)
 
     def check_length(self, tokens: int, place: str | Path) -> None:
         """UserError if rows of `tokens` are longer than the positions of this model, of `place`."""
@@ -69,4 +57,4 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
             name: tensor.float().clone() for name, tensor in decoding.tensors.items()}))
     head = networks.build_replaced_token_head(main) if main.has("rtd_head.") else None
     return LoadedModel(networks.build_backbone(main), release.tokenizer, main.config, masked_lm,
-                       head)
+                       head, release.identity)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
@@ -25,7 +26,7 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.release import configs, names, ours
 from deberta_ds.release.relative_rows import TABLE, with_unread_rows
 from deberta_ds.release.release import Network, Release, check_network, derive_words
-from deberta_ds.release.tensors import read_tensors, weight_file
+from deberta_ds.release.tensors import read_tensors, tensors_digest, weight_file
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
 from deberta_ds.tokenizer import Tokenizer
 
@@ -66,6 +67,14 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
         raise UserError(f"{source}: the tokenizer {found.path} has {found.size} ids, but the token "
                         f"embedding only {rows['main']} rows; put the one that it was trained with "
                         "there. To add tokens, give the longer one to a run with [init] from")
+    release.place = release.place or path
+    networks = release.networks().items()
+    release.identity = {
+        "weights": tensors_digest({f"{name} {key}": tensor for name, network in networks
+                                   for key, tensor in network.tensors.items()}),
+        "shape": xxhash.xxh3_128_hexdigest(repr([(name, network.config, network.rest)
+                                                 for name, network in networks]).encode()),
+        "tokenizer": found.sha256 if found else ""}
     return release
 
 
