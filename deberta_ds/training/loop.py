@@ -62,13 +62,17 @@ def _train(run: RunConfig, started: Started, watchdog: Watchdog) -> bool:
         if isinstance(error, BadStepError):  # on every rank
             with trainer.meters.during("saves"):
                 trainer.finish_save(wait=True)
+            trainer.saver.finish_uploads(watchdog.patience)
         trainer.journal.event("fail", str(error))
         raise
     with watchdog.patience():  # rank 0's trackers may take minutes
         dist.together(started.log.close)
     if stopped and dist.is_main():  # before what a launcher may cut short
         signals.record(EXIT_REQUEUE)
-    trainer.saver.finish_uploads(watchdog.patience)
+    if trainer.saver.finish_uploads(watchdog.patience, lambda: bool(
+            not stopped and started.stop_request)):
+        signals.record(EXIT_REQUEUE)
+        return True
     return stopped
 
 

@@ -80,14 +80,20 @@ class Saver:
             self.uploads.begin()
         return path
 
-    def finish_uploads(self, patience: Callable[[], AbstractContextManager]) -> None:
-        """Wait until the last checkpoint and the end of the metrics are at train.upload."""
+    def finish_uploads(self, patience: Callable[[], AbstractContextManager],
+                       asked: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the last checkpoint and the end of the metrics are at train.upload; return
+        whether any rank was `asked` to stop before: the next start copies the rest.
+        """
         if self.uploads:
             self.uploads.begin()
         while self.train.upload and dist.from_main(
                 lambda: self.uploads is not None and self.uploads.is_running()):
+            if self._any_rank(asked()):
+                return True
             with patience():
                 time.sleep(0.2)
+        return False
 
     def _is_spared(self, path: Path) -> bool:
         return is_permanent(self.train.keep_every, find.step_of(path)) or (

@@ -1,9 +1,11 @@
 """Start a run: join the process group, lock out_dir, open the inputs, build the engine."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,8 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
     Raises UserError, on every rank.
     """
     warnings = join_group(run, ds_values, place, {"--resume": resume, "--check": False})
-    stop_request = signals.listen()  # before, a signal ends the process: there is nothing to save
+    stop_request = signals.listen()  # before, a signal ends the process
+    stop_request.leave = partial(_leave, run.out_dir)
     with lock.held(run.out_dir):
         watchdog.join()
         found, record, inputs = open_run(run, ds_values, place, resume)
@@ -78,22 +81,23 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         for line in (*describe(run, inputs, origins), *warnings, *found.warnings()):
             log.info(line)
         dist.on_main(lambda: write_config(run, inputs, origins))
-        _leave_if_asked(stop_request)
         model_engine = build(run, inputs, record, log.info)
         if record:
             _restore(run, inputs, found, record, model_engine, log)
-        _leave_if_asked(stop_request)
         before, now = dist.together(lambda: meters.lost_seconds(log.path, record))
         dist.together(lambda: log.truncate(record.step if record else 0))
+        stop_request.leave = None  # the loop looks
         dist.barrier()
         alarm.end()  # from here on the watchdog sees who fails
         yield Started(found, record, inputs, log, stop_request, model_engine, before, now)
 
 
-def _leave_if_asked(request: signals.StopRequest) -> None:
-    """End the start, on every rank, if any rank was asked to stop: there is nothing to save."""
-    if any(dist.gather_objects(bool(request))):
-        raise SystemExit(EXIT_REQUEUE)
+def _leave(out_dir: str) -> None:
+    """End all ranks in the middle of a start: there is nothing to save."""
+    signals.record(EXIT_REQUEUE)
+    lock.release(out_dir)
+    alarm.sound("asked to stop", EXIT_REQUEUE)
+    os._exit(EXIT_REQUEUE)
 
 
 def open_run(run: RunConfig, ds_values: dict, place: str, resume: str

@@ -5,7 +5,6 @@ error that names it; ranks that read different things, or are asked for differen
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ from superglue_helpers import SAMPLE, predict, save_random, tiny_start, write_li
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.own_code import digest
-from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.corpus import outputs
 from deberta_ds.corpus import tokenize as stage
@@ -33,7 +31,6 @@ from deberta_ds.finetuning import predict_file
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training import start as starting
 from deberta_ds.training.inputs import open_inputs
 
 TINY = ROOT / "tests/fixtures/tiny_run"
@@ -331,11 +328,3 @@ def test_code_that_was_edited_since_is_refused(tmp_path, monkeypatch):
     own_parts.check_same(run, known, "step-1")
     with pytest.raises(UserError, match=r"mine\.py: has changed since step-1"):
         own_parts.check_same(run, {name: "0" * 64 for name in known}, "step-1")
-
-
-def test_a_start_that_is_asked_to_stop_ends(monkeypatch):
-    with pytest.raises(SystemExit) as ended:
-        starting._leave_if_asked(True)
-    assert ended.value.code == 75 and dist.rank() == 0
-    starting._leave_if_asked(False)
-    assert time.monotonic() > 0
