@@ -61,7 +61,7 @@ def main() -> None:
     from deberta_ds.evaluate.pairs import read_pairs, sample_pairs
     from deberta_ds.release.reader import checkpoint_of
     from deberta_ds.report.small_pages import pairs_page
-    from deberta_ds.training.check import check_alike
+    from deberta_ds.training.join import check_alike
 
     if (rank_variables(os.environ) | os.environ).get("WORLD_SIZE") != "1":  # None: MPI knows it
         from deberta_ds.training.join import join

@@ -38,7 +38,7 @@ from deberta_ds.finetuning.submission import as_written
 from deberta_ds.finetuning.tables import Faults, check_stamp, each_row
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.tokenizer import unknown_pieces
-from deberta_ds.training.check import check_alike
+from deberta_ds.training.join import check_alike
 
 BLOCK_ROWS = 4096
 Row = tuple[str, dict[str, Any] | UserError]

@@ -24,7 +24,7 @@ from deberta_ds.finetuning.run import check_splits, finished, metrics_on, run, w
 from deberta_ds.finetuning.scores import percent
 from deberta_ds.finetuning.settings import Settings, resolve
 from deberta_ds.finetuning.tasks import Task, suite_of
-from deberta_ds.training.check import check_alike
+from deberta_ds.training.join import check_alike
 from deberta_ds.training.step import BadStepError
 
 RESULTS_FILE = "results.json"

@@ -26,7 +26,7 @@ from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.epochs import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.check import check_alike
+from deberta_ds.training.join import check_alike
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 Known = dict[str, Input]  # those that are open, by their names

@@ -13,7 +13,7 @@ from superglue_helpers import SAMPLE
 from test_finetune_loop import QUICK, common, plan
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import encoded as encoding
+from deberta_ds.finetuning import inputs as encoding
 from deberta_ds.finetuning import loop, resume, sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.training.step import train_step

@@ -12,7 +12,6 @@ from test_finetune_loop import plan
 from test_finetune_own import WORDS, rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import encoded as encoding
 from deberta_ds.finetuning import inputs, sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode, shortened
@@ -107,7 +106,7 @@ def test_all_misplaced_answers_are_named_in_one_run(process_group, tmp_path):
 def test_training_leaves_out_what_it_may(process_group, tmp_path, monkeypatch):
     """Under max_bad every text was encoded twice."""
     encoded: list[str] = []
-    monkeypatch.setattr(encoding, "encode", lambda task, examples, *rest, **more: encode(
+    monkeypatch.setattr(inputs, "encode", lambda task, examples, *rest, **more: encode(
         task, [encoded.append(e.place) or e for e in examples], *rest, **more))
     rows: list = rows_of("classification", 24)
     rows[3] |= {"label": None}

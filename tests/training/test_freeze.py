@@ -18,7 +18,7 @@ from deberta_ds.model.init import init_parameters
 from deberta_ds.model.parts import layer_shares
 from deberta_ds.objectives.build import build_model, freeze_problems, held_parameters
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.check import check_run
+from deberta_ds.training.join import check_run
 
 FREEZE = ["embeddings", "layers.0"]
 
