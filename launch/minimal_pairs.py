@@ -25,7 +25,7 @@ def load(path: str):
 
     from deberta_ds.cluster import dist
     from deberta_ds.cluster.driver import count_gpus
-    from deberta_ds.release.pretrained import load_backbone
+    from deberta_ds.release.reader import load_backbone
 
     gpus = count_gpus()
     model = load_backbone(path, for_text=True)

@@ -30,7 +30,7 @@ def main() -> None:
         parser.error("--text takes one column, or the two of a pair")
 
     from deberta_ds.evaluate.probe import features, probe, read_examples
-    from deberta_ds.release.pretrained import load_backbone
+    from deberta_ds.release.reader import load_backbone
 
     train, test = (read_examples(path, options.text, options.label)
                    for path in (options.train, options.test))

@@ -22,7 +22,7 @@ from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.evaluate.pairs import encode_sentences, outcomes, read_pairs, sample_pairs
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import Objective
-from deberta_ds.release.pretrained import LoadedModel, load_backbone
+from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.tokenizer import Tokenizer
 
 _SEED = 0  # of samples: the same for every run and discriminator, so scores compare

@@ -16,7 +16,7 @@ import torch
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.corpus.tables import read_table
 from deberta_ds.evaluate.pair_scores import cut_work
-from deberta_ds.release.pretrained import LoadedModel
+from deberta_ds.release.reader import LoadedModel
 from deberta_ds.tokenizer.text import BadTextError, normalise
 
 _STRENGTHS = np.logspace(-4, 2, 7)

@@ -138,26 +138,19 @@ class Job:
 
 def open_inputs(sweep: "Sweep", task: Task) -> tuple[Input, ...]:
     """Open what the runs of a task read; call on every rank. UserError on every rank."""
-    return tuple(open_one(sweep, task) for open_one in (_model, _deepspeed, _tables, _initial))
-
-
-def _model(sweep: "Sweep", _: Task) -> Input:
-    return Input("model", sweep.start, sweep.start.identity())
-
-
-def _deepspeed(sweep: "Sweep", _: Task) -> Input:
-    return Input("DeepSpeed JSON", sweep.deepspeed,
-                 {"precision": ds_config.precision(sweep.deepspeed)})
+    return (Input("model", sweep.start, sweep.start.identity()),
+            Input("DeepSpeed JSON", sweep.deepspeed,
+                  {"precision": ds_config.precision(sweep.deepspeed)}),
+            _tables(sweep, task), _initial(sweep, task))
 
 
 def _initial(sweep: "Sweep", task: Task) -> Input:
     """Open the fine-tuned model that a task starts from: (its place, what was read there). One that
     is gone does not matter to runs that are finished.
     """
-    if task.name not in sweep.init_from:
-        return Input("init_from", ("", None), {"init_weights": ""})
-
     def opened() -> tuple[str, Finetuned | None]:
+        if task.name not in sweep.init_from:
+            return "", None
         place = find_finetuned(sweep.init_from[task.name])
         if not is_finetuned(place):
             return str(place), None

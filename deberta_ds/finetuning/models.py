@@ -23,8 +23,7 @@ from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
-from deberta_ds.release.pretrained import load_backbone
-from deberta_ds.release.reader import check_same
+from deberta_ds.release.reader import check_same, load_backbone
 from deberta_ds.release.relative_rows import a_row_a_distance
 from deberta_ds.release.tensors import tensors_digest
 from deberta_ds.tokenizer import Tokenizer

@@ -31,9 +31,14 @@ from deberta_ds.finetuning.features import Feature, count_unknown, encode
 from deberta_ds.finetuning.labels import is_ignored, to_line, without_label
 from deberta_ds.finetuning.layouts import Example, examples_of, is_labelled
 from deberta_ds.finetuning.metrics import Prediction
-from deberta_ds.finetuning.predict import entities_in, predictions_of, score_split
+from deberta_ds.finetuning.predict import (
+    as_text,
+    entities_in,
+    predictions_of,
+    score_split,
+    scores_of,
+)
 from deberta_ds.finetuning.run import finetuned_model
-from deberta_ds.finetuning.scores import as_text, scores_of
 from deberta_ds.finetuning.submission import as_written
 from deberta_ds.finetuning.tables import Faults, check_stamp, each_row
 from deberta_ds.finetuning.tasks import Task

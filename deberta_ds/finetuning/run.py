@@ -36,10 +36,9 @@ from deberta_ds.finetuning.inputs import Job
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.loop import train
 from deberta_ds.finetuning.models import Start, build_model
-from deberta_ds.finetuning.predict import predictions_of
+from deberta_ds.finetuning.predict import SCORES, as_text, predictions_of, scores_of
 from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.resume import best_model, forget, keep_best, newest, read_progress
-from deberta_ds.finetuning.scores import FILE, as_text, scores_of
 from deberta_ds.finetuning.submission import render
 from deberta_ds.finetuning.tasks import Task, diagnostics_of
 from deberta_ds.model.precision import DTYPES
@@ -86,7 +85,7 @@ def _run(job: Job) -> dict:
 
 def _keep(job: Job, result: dict) -> None:
     """Write the scores, and leave the best weights in model/, or none."""
-    write_atomic(job.out / FILE, json.dumps(result["scores"], indent=1) + "\n")
+    write_atomic(job.out / SCORES, json.dumps(result["scores"], indent=1) + "\n")
     keep_best(job.out, result["best_step"])
     if not job.keep_model:
         shutil.rmtree(job.out / MODEL)

@@ -20,8 +20,8 @@ from deberta_ds.finetuning.directory import RESULT, load_finetuned
 from deberta_ds.finetuning.inputs import Job, open_inputs
 from deberta_ds.finetuning.metrics import score_name
 from deberta_ds.finetuning.models import Start
+from deberta_ds.finetuning.predict import percent
 from deberta_ds.finetuning.run import check_splits, finished, metrics_on, run, write_result
-from deberta_ds.finetuning.scores import percent
 from deberta_ds.finetuning.settings import Settings, resolve
 from deberta_ds.finetuning.tasks import Task, suite_of
 from deberta_ds.training.join import check_alike

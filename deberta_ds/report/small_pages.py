@@ -30,7 +30,7 @@ from deberta_ds.evaluate.attention_parts import (
 )
 from deberta_ds.planner.gpus import Gpu
 from deberta_ds.planner.plan import RESERVED_BYTES, Choice, recommended
-from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.reader import load_backbone
 from deberta_ds.report.charts import Chart, Drawing, Series, draw
 from deberta_ds.report.pages import render
 from deberta_ds.report.rundata import READ, read_checked

@@ -33,7 +33,7 @@ from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.data import remote
-from deberta_ds.training.saver import Saver
+from deberta_ds.training.loop import Saver
 
 
 class Shop(LocalFileSystem):

@@ -18,7 +18,7 @@ from deberta_ds.evaluate.probe import features, probe, read_examples
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.ours import write_ours
-from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.reader import load_backbone
 
 
 @pytest.fixture(scope="module")

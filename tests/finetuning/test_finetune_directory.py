@@ -28,7 +28,7 @@ from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.settings import Settings
 from deberta_ds.finetuning.tasks import task_named
 from deberta_ds.model.init import init_parameters
-from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.reader import load_backbone
 
 
 def test_a_start_whose_run_kept_position_terms_has_the_shape_of_a_finetuned_one(tmp_path):

@@ -19,8 +19,8 @@ from deberta_ds.finetuning import metrics, sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.layouts import Example
 from deberta_ds.finetuning.own import load_own_task
+from deberta_ds.finetuning.predict import as_text, scores_of
 from deberta_ds.finetuning.run import write_result
-from deberta_ds.finetuning.scores import as_text, scores_of
 from deberta_ds.finetuning.tasks import task_named
 
 DICE = np.random.default_rng(5)

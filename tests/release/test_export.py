@@ -30,8 +30,7 @@ from deberta_ds.release.average import average
 from deberta_ds.release.convert import write_microsoft
 from deberta_ds.release.hf import write_hugging_face
 from deberta_ds.release.ours import release_of_state, write_ours
-from deberta_ds.release.pretrained import load_backbone
-from deberta_ds.release.reader import read_release
+from deberta_ds.release.reader import load_backbone, read_release
 from deberta_ds.release.release import build_backbone
 
 

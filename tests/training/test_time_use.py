@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deberta_ds.planner import goodput
+from deberta_ds.training.loop import Saver
 from deberta_ds.training.meters import (
     Meters,
     SpeedMeter,
@@ -19,7 +20,6 @@ from deberta_ds.training.meters import (
     repeated_seconds,
     seconds_since_start,
 )
-from deberta_ds.training.saver import Saver
 
 
 def test_the_line_counts_saves_evaluations_starts_and_what_a_crash_has_lost():
