@@ -5,6 +5,7 @@ error that names it; ranks that read different things, or are asked for differen
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from data_helpers import (
     tokenize,
     write_json_lines,
 )
-from launching import ROOT, deepspeed_json, make_run, options_of
+from launching import ROOT, deepspeed_json, make_run, options_of, run_command
 from superglue_helpers import SAMPLE, predict, save_random, tiny_start, write_lines
 
 from deberta_ds.base.errors import UserError
@@ -295,6 +296,30 @@ def test_unlike_ranks_of_a_fine_tuning(place, tmp_path, what, said):
     arguments = [[str(tmp_path / name), *common] for name in "ab"]
     arguments[1] += what if isinstance(what, list) else []
     assert said in end(tmp_path, arguments, elsewhere(tmp_path, FINETUNE))
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [
+    ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+    ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29617"]])
+def test_a_launcher_ends_with_the_message_of_the_unlike_rank(tmp_path, launcher):
+    """B4, B5: a hang, or a traceback of gloo."""
+    for name in "ab":
+        shutil.copytree(SAMPLE / "CB", tmp_path / name / "data/CB")
+    with open(tmp_path / "b/data/CB/train.jsonl", "a") as file:
+        file.write("{")
+    script = tmp_path / "by_rank.py"
+    script.write_text("import os, runpy, sys\n"
+                      "sys.argv = [one for one in sys.argv if '--local_rank' not in one]\n"
+                      f"os.chdir({str(tmp_path)!r} + '/' + 'ab'[int(os.environ['RANK'])])\n"
+                      f"runpy.run_path({str(FINETUNE)!r}, run_name='__main__')\n")
+    done = run_command([sys.executable, *launcher, str(script), "--task", "CB", "--model",
+                        str(TINY / "rtd/export"), "--data", "data", "--any_size", "--out",
+                        str(tmp_path / "out"), "--CB.truncation=longest_first"], 120, check=False)
+    text = done.stdout + done.stderr
+    assert done.returncode and "rank 1 on " in text and "train.jsonl:" in text, text
+    assert "gloo" not in text
 
 
 # -------------------------------------------------------------------------------- a run, in process
