@@ -161,7 +161,7 @@ def _initial(sweep: "Sweep", task: Task) -> Input:
         return str(place), found
 
     place, found = dist.together(opened)
-    return Input("init_from", (place, found), {"init_weights": found.file_digest if found else ""})
+    return Input("init_from", (place, found), {"initial": found.identity if found else {}})
 
 
 def _tables(sweep: "Sweep", task: Task) -> Input:

@@ -24,7 +24,6 @@ from scipy.special import expit, softmax
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
-from deberta_ds.corpus.documents import stamp_of
 from deberta_ds.finetuning.answers import MARGIN, answer_place
 from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.features import Feature, count_unknown, encode
@@ -40,7 +39,7 @@ from deberta_ds.finetuning.predict import (
 )
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.finetuning.submission import as_written
-from deberta_ds.finetuning.tables import Faults, check_stamp, each_row
+from deberta_ds.finetuning.tables import Faults, each_row
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.tokenizer import unknown_pieces
 from deberta_ds.training.join import check_alike
@@ -72,18 +71,11 @@ def predict_file(
     labelled: list[tuple[Example, Prediction]] = []
     unread: list[str] = []  # what is wrong with labels that cannot be read
     count, cut, unknown, began = 0, 0, np.zeros(2, int), time.monotonic()
-    rows, stamp = each_row(data, form=task.form), stamp_of(os.stat(data)) if data.exists() else ""
-
-    def next_block() -> list[Row]:
-        block = list(itertools.islice(rows, BLOCK_ROWS))
-        if stamp:
-            check_stamp(data, stamp)
-        return block
-
+    rows = each_row(data, form=task.form)
     written = atomic_path(out) if dist.is_main() else nullcontext(os.devnull)
     with written as temporary, open(temporary, "w", encoding="utf-8") as file:
         while True:
-            block = dist.together(next_block)
+            block: list[Row] = dist.together(lambda: list(itertools.islice(rows, BLOCK_ROWS)))
             check_alike({f"hash of {data} from row {count:,} on": xxhash.xxh3_128_hexdigest(
                 repr(block).encode("utf-8", "surrogatepass"))})
             if not block:

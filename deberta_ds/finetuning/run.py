@@ -131,9 +131,9 @@ def finished(job: Job) -> dict | None:
 def _check_same(job: Job, found: dict, place: Path) -> None:
     """Raise UserError if what is `found` at `place` is of another run than `job`."""
     for key, value in job.identity().items():
-        if key == "init_weights" and not value:
+        if key == "initial" and not value:
             continue  # what it started from is gone
-        if key in ("shape", "tokenizer", "tests") and key not in found:
+        if key in ("shape", "tokenizer", "tests", "initial") and key not in found:
             continue  # of version 0.2.0
         if key == "tests":  # more of them, or fewer, are no others
             for name in value.keys() & found[key].keys():

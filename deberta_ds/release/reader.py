@@ -28,16 +28,9 @@ from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release import configs, names, ours
+from deberta_ds.release import release as modules
 from deberta_ds.release.relative_rows import TABLE, with_unread_rows
-from deberta_ds.release.release import (
-    Network,
-    Release,
-    build_backbone,
-    build_masked_lm,
-    build_replaced_token_head,
-    check_network,
-    derive_words,
-)
+from deberta_ds.release.release import Network, Release, check_network, derive_words
 from deberta_ds.release.tensors import read_tensors, tensors_digest, weight_file
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
 from deberta_ds.tokenizer import Tokenizer
@@ -87,10 +80,10 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
     decoding = next((one for one in release.networks().values() if one.has_masked_lm), None)
     masked_lm = None
     if decoding is not None:
-        masked_lm = build_masked_lm(Network(decoding.config, {
+        masked_lm = modules.build_masked_lm(Network(decoding.config, {
             name: tensor.float().clone() for name, tensor in decoding.tensors.items()}))
-    head = build_replaced_token_head(main) if main.has("rtd_head.") else None
-    return LoadedModel(build_backbone(main), release.tokenizer, main.config, masked_lm,
+    head = modules.build_replaced_token_head(main) if main.has("rtd_head.") else None
+    return LoadedModel(modules.build_backbone(main), release.tokenizer, main.config, masked_lm,
                        head, release.identity)
 
 

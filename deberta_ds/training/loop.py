@@ -123,7 +123,7 @@ class Saver:
         if self.train.save_minutes == 0 or step % self.train.log_every:
             return False
         late = time.monotonic() - self.begun_at >= self.interval_seconds()
-        return self._any_rank(late and dist.is_main())
+        return self.any_rank(late and dist.is_main())
 
     def interval_seconds(self) -> float:
         """Return the time after which a checkpoint is due whatever the step."""
@@ -148,7 +148,7 @@ class Saver:
         """
         if self.in_background is None:
             return None
-        if not wait and self._any_rank(not self.in_background.is_written()):
+        if not wait and self.any_rank(not self.in_background.is_written()):
             return None
         one, self.in_background = self.in_background, None
         path = finish_save(one)
@@ -166,7 +166,7 @@ class Saver:
             self.uploads.begin()
         while self.train.upload and dist.from_main(
                 lambda: self.uploads is not None and self.uploads.is_running()):
-            if self._any_rank(asked()):
+            if self.any_rank(asked()):
                 return True
             with patience():
                 time.sleep(0.2)
@@ -176,7 +176,7 @@ class Saver:
         return is_permanent(self.train.keep_every, find.step_of(path)) or (
             self.uploads is not None and path == self.uploads.current)
 
-    def _any_rank(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         return bool(dist.sum_over_ranks(torch.tensor(float(flag), device=self.engine.device)))
 
 
@@ -317,8 +317,7 @@ class Trainer:
         """Finish a save that is written; raise _StopError, on every rank, if any was asked to stop.
         """
         self.finish_save(wait=False)
-        asked = torch.tensor(float(bool(self.stop_request)), device=self.engine.device)
-        if dist.sum_over_ranks(asked):
+        if self.saver.any_rank(bool(self.stop_request)):
             raise _StopError
 
     def _evaluate(self) -> bool:
