@@ -335,4 +335,4 @@ def test_random_starts_differ_by_seed_and_only_by_seed():
 
 def test_a_diagnostic_set_is_no_task_to_train():
     with pytest.raises(UserError, match="AX-b has no training data; the RTE model predicts it"):
-        build_sweep(Namespace(data="x"), [], (task_named("AX-b"),), {}, False)
+        build_sweep(Namespace(data="x", out="o"), [], (task_named("AX-b"),), {}, False)
