@@ -127,9 +127,9 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
 def _own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
     try:
         score = own_parts.function("evaluate.metrics", value)(total, per_token)
-    except SystemExit:
-        raise UserError(f"evaluate.metrics: {value} ends the program (SystemExit); raise an error "
-                        "of its own there") from None
+    except (Exception, SystemExit) as error:  # whatever a user's code may raise
+        raise UserError(f"evaluate.metrics: {value} failed ({type(error).__name__}: {error}); "
+                        "correct it, or leave it out") from error
     if not isinstance(score, int | float):
         raise UserError(f"evaluate.metrics: {value} returned {type(score).__name__}; it must "
                         "return a number")

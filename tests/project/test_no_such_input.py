@@ -18,7 +18,7 @@ from deberta_ds.base.json_files import read_json
 from deberta_ds.config import run_config
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.engine import ds_config
-from deberta_ds.evaluate import pairs
+from deberta_ds.evaluate import held_out, pairs
 from deberta_ds.finetuning import readers, settings
 from deberta_ds.finetuning.own import load_own_task
 from deberta_ds.finetuning.tables import read_table
@@ -96,6 +96,15 @@ def test_own_code_that_ends_the_program(tmp_path, ending):
     own.with_name("at_once.py").write_text(ending)
     with pytest.raises(UserError, match=r"at_once\.py cannot be loaded \(SystemExit"):
         own_code.load("key", str(own.with_name("at_once.py")))
+
+
+@pytest.mark.parametrize("body, said", [("raise SystemExit(0)", "SystemExit: 0"),
+                                        ("return per_token['x']", "KeyError: 'x'")])
+def test_a_score_of_ones_own_that_fails(tmp_path, body, said):
+    own = tmp_path / "own.py"
+    own.write_text(f"def f(total, per_token):\n    {body}\n")
+    with pytest.raises(UserError, match=rf"own\.py:f failed \({said}\)"):
+        held_out._own_score(f"{own}:f", {}, {})
 
 
 def test_an_nvme_path_that_is_not_there(tmp_path):
