@@ -289,8 +289,8 @@ def _sentence(block: list[Line], form: _Form, is_asked: bool) -> Sentence:
         if not -width <= form.word < width or not cells[form.word]:
             return place, UserError(f"{where}: {line[:40]!r} has no word in column "
                                     f"{form.word + (form.word >= 0)}"
-                                    + "; name the columns of word and tag: --word 1 --tag -1" * (not is_asked)
-                                    + "; see --word" * is_asked)
+                                    + ("; see --word" if is_asked else
+                                       "; name the columns of word and tag: --word 1 --tag -1"))
         tokens.append(cells[form.word])
         tags.append(cells[form.tag] if has_tag else "")
     if set(tags) in ({""}, {"_"}):

@@ -12,7 +12,7 @@ from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.check import changed_values, check_identity
+from deberta_ds.training.start import changed_values, check_identity
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +103,10 @@ def test_what_decides_the_losses_is_of_the_run(run, section, values):
     (key,) = values
     with pytest.raises(CheckpointError, match=rf"\+ {section}\.{key} = "):
         check(changed(run, section, **values), record_of(run))
+
+
+def test_a_rate_that_jumps_as_steps_are_raised_is_said(run):
+    record = dataclasses.replace(record_of(run), step=run.train.steps)
+    longer = changed(run, "train", steps=10 * run.train.steps)
+    assert any("the learning rate of step" in line for line in changed_values(longer, record))
+    assert not any("learning rate" in line for line in changed_values(run, record))

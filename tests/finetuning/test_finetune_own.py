@@ -256,11 +256,13 @@ def test_the_first_page_of_the_docs_works_as_it_is_written(process_group, tmp_pa
         (tmp_path / name).write_text("\n".join(["id,title,body,queue", *lines]) + "\n")
     save_random(tmp_path / "my-deberta", task_named("RTE"))
     for number, command in enumerate(commands.splitlines()):
-        _, script, *words = command.split()
+        _, script, *words = command.partition(" #")[0].split()
         words = [str(tmp_path / word) if re.search(r"[/.]|^my-", word) else word for word in words]
         log = run_ranks(1, words, tmp_path / f"log{number}", ROOT / script)
         assert "Traceback" not in log
-        if script.endswith("finetune.py"):
+        if "--look" in words:
+            assert "train: " in log and "not read: id" in log
+        elif script.endswith("finetune.py"):
             assert "tickets: 2 labels: mail (12), phone (12)" in log
             assert "<h1>" in (tmp_path / "runs/mine/report.html").read_text()
             card = (tmp_path / "runs/mine/tickets/seed-1/model/README.md").read_text()
