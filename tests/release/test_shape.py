@@ -16,6 +16,7 @@ from deberta_ds.publish.convert import WRITERS
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.reader import read_release, read_shapes
 from deberta_ds.release.shape import complete
+from deberta_ds.training.start import first_weights
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,15 @@ def test_a_run_takes_the_shape_of_its_source(tmp_path, run_file, family, to):
     assert origins["model.num_layers"] == f"[init] {tmp_path / 'source'}"
     assert load(other, f"--out_dir={tmp_path}/out", '--objective.kind="mlm"')[
         0].objective.generator_layers == 0
+
+
+def test_a_baseline_has_the_shape_of_a_model_and_random_weights(tmp_path, run_file):
+    write_ours(make_release("v3"), tmp_path / "source")
+    of_model = load(run_file, f"--init.from={tmp_path / 'source'}")[0]
+    run = load(run_file, f"--init.from=random:{tmp_path / 'source'}")[0]
+    assert run.model == of_model.model
+    tensors, notes = first_weights(run, tiny_tokenizer())
+    assert not tensors and "its shape, and random weights" in notes[0]
 
 
 def test_an_own_objective_with_a_generator_follows_that_of_its_source(tmp_path, run_file):
