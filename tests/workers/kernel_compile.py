@@ -9,7 +9,7 @@ import json
 import sys
 
 import triton
-from fused_compile import LIMITS, inspect_machine_code, overruns
+from fused_compile import ALIGNED, LIMITS, inspect_machine_code, overruns
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -21,7 +21,7 @@ WIDTH = 768
 SINGLE = {"LSE", "SAMPLE_LSE", "MAX_LOGIT", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
 SINGLE |= {"MEAN", "INVERSE", "PARTS", "ROW_DOT", "INVERSE_TEMPERATURE"}
 WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "ARGMAX": "*i32", "TILE": "*i32"}
-WHOLE |= {"WORDS": "*i32", "START": "*i32", "STOP": "*i32", "SEED": "*i64", "KEY": "*i64"}
+WHOLE |= {"WORDS": "*i32", "SEEN": blocks.Bounds("*i32", "*i32"), "SEED": "*i64", "KEY": "*i64"}
 NUMBERS = {"keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
 _NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
@@ -59,8 +59,10 @@ def compile_kernel(name: str, architecture: int):
         else:
             pointer = parameter.isupper() and parameter not in ("T", "VALID", "R", "NQ", "NK", "H")
             signature[parameter] = "*bf16" if pointer else "i32"
-        if signature[parameter].startswith("*"):
-            attributes[(place,)] = [["tt.divisibility", 16]]
+        if isinstance(signature[parameter], tuple):
+            attributes |= {(place, one): ALIGNED for one in range(len(signature[parameter]))}
+        elif signature[parameter].startswith("*"):
+            attributes[(place,)] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", architecture, 32)
     return triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
