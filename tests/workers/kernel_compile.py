@@ -19,27 +19,30 @@ from deberta_ds.model.kernels.attention import backward, blocks, ops
 
 WIDTH = 768
 SINGLE = {"LSE", "SAMPLE_LSE", "MAX_LOGIT", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
-SINGLE |= {"MEAN", "INVERSE", "PARTS", "ROW_DOT", "INVERSE_TEMPERATURE"}
+SINGLE |= {"MEAN", "INVERSE", "PARTS", "SUMS", "ROW_DOT", "INVERSE_TEMPERATURE"}
 WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "ARGMAX": "*i32", "TILE": "*i32"}
 WHOLE |= {"WORDS": "*i32", "SEEN": blocks.Bounds("*i32", "*i32"), "SEED": "*i64", "KEY": "*i64"}
 NUMBERS = {"keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
 _NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
 _GELU = dict(C=4 * WIDTH, BR=norm._GELU_ROWS, BC=norm._GELU_COLUMNS)
-# kernel, compile-time constants, warps, stages, products on the tensor cores
+# kernel, compile-time constants, warps (None: by architecture), stages, tensor cores
 KERNELS = {
-    "loss": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=False), 8, 3, True),
+    "loss": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=False), None, 3, True),
     "loss at a temperature": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=True),
                               8, 3, True),
-    "loss gradient": (loss._gradient_kernel, _LOSS | dict(BN=loss._GRADIENT_IDS), 8, 3, True),
+    "loss gradient": (loss._gradient_kernel, _LOSS | dict(BN=loss._GRADIENT_IDS), None, 3, True),
     "sample": (loss._sample_kernel, dict(C=WIDTH, BK=loss._DEPTH, BN=loss._IDS, SEPARATE=True),
                4, 3, False),
     "norm": (norm._norm_kernel, _NORM, 4, 3, False),
-    "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
+    "norm gradient": (norm._norm_gradient_kernel,
+                      _NORM | dict(TWO=True, BLOCK=512, REST=256), 2, 3, False),
     "dropout": (norm._dropout_kernel, _NORM, 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
     "gelu gradient": (norm._gelu_gradient_kernel, _GELU | dict(BR=norm._GELU_GRADIENT_ROWS),
                       4, 3, False),
+    "column sums": (norm._column_sum_kernel, dict(C=WIDTH, BR=norm._SUM_ROWS,
+                                                  BC=norm._GELU_COLUMNS), 4, 3, False),
     "dropped pairs": (blocks.dropped_kernel, dict(DIGITS=16, BR=64, BW=16), 4, 3, False),
     "row_dot": (backward.row_dot_kernel, dict(D=64, BM=ops._ROW_DOT_ROWS), 4, 3, False),
 }
@@ -48,6 +51,7 @@ KERNELS = {
 def compile_kernel(name: str, architecture: int):
     """Return the compiled kernel for bf16."""
     kernel, constants, warps, stages, _ = KERNELS[name]
+    warps = warps or (loss._FEW_WARPS if architecture // 10 == 9 else loss._WARPS)
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.arg_names):
         if parameter in constants:

@@ -145,7 +145,7 @@ def cross_entropy(request: Request, fused: Callable | None = None) -> tuple[floa
 
 
 def norm(request: Request) -> tuple[float, str]:
-    """Check LayerNorm, dropout and GELU against torch's operators in fp32."""
+    """Check LayerNorm, dropout, GELU and sums of columns against torch's operators in fp32."""
     from deberta_ds.model.kernels import fused_norm
 
     device, sublayer, size = request[:3]
@@ -187,4 +187,5 @@ def norm(request: Request) -> tuple[float, str]:
             (fused_norm.biased_gelu, lambda x, bias: F.gelu(x + bias), wide, wide_grad,
              ["GELU", "its gradient", "its bias's gradient"])):
         found += _compared(fused, other, given, gradient, names)
+    found.append((fused_norm.column_sums(wide[0]), wide[0].float().sum(0), "sums of columns"))
     return _worst(found)

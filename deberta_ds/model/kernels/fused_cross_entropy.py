@@ -18,12 +18,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deberta_ds.model.kernels.attention.tiles import capability_of
 from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
 from deberta_ds.model.linear_cross_entropy import sample_chunks, sum_of_targets
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
 _GRADIENT_IDS = 64  # tile of backward; 128 would spill registers on sm_90
+# Warps by compiled counts: on sm_90 four take a fifth fewer instructions, and two blocks fit into a
+# processor; elsewhere, and at a temperature, they would spill (benchmarks/gpu/attention.md).
+_FEW_WARPS, _WARPS = 4, 8
 _GRADIENT_ELEMENTS = 1 << 27  # logit gradients held at once in backward: 256 MiB in bf16
 _PITCH = tl.constexpr(128)  # their rows begin at multiples of this, so whole vectors are written
 
@@ -238,7 +242,7 @@ def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: T
         # Blocks of rows run first: the weights of an id tile are then read from memory once.
         _forward_kernel[(ceil_div(rows, _ROWS), tiles)](
             hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, inverse_1,
-            SEPARATE=inverse_1 is not None, **_constants(hidden_TC, _IDS))
+            SEPARATE=inverse_1 is not None, **_constants(hidden_TC, _IDS, inverse_1 is None))
     return outputs
 
 
@@ -280,7 +284,9 @@ def sample_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Ten
     return sampled_T
 
 
-def _constants(hidden_TC: Tensor, ids: int) -> dict:
+def _constants(hidden_TC: Tensor, ids: int, lean: bool = True) -> dict:
+    """Return the compile-time arguments; lean: without a temperature, whose sums take registers."""
+    few = lean and capability_of(hidden_TC.device)[0] == 9
     return {"C": hidden_TC.shape[1], "BK": _DEPTH, "BT": _ROWS, "BN": ids,
-            "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32", "num_warps": 8,
-            "num_stages": 3}
+            "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32",
+            "num_warps": _FEW_WARPS if few else _WARPS, "num_stages": 3}
