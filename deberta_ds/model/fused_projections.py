@@ -1,5 +1,4 @@
-"""Projections as one autograd function, on a GPU: those of queries, keys, values and positions, and
-the one at the end of each sublayer.
+"""Projections as one autograd function, on a GPU: of queries, keys, values and positions at once.
 
 Queries, keys and values are projections of the same states, and the relative table is projected by
 the weights of queries and keys again. Autograd computes a gradient per use and adds them: a pass
@@ -35,7 +34,7 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
 
 def obstacle(inputs: list[Tensor], linears: list[nn.Linear]) -> str:
     """Return why these projections cannot be fused, or an empty string."""
-    tensors = [*inputs, *(linear.weight for linear in linears)]
+    tensors = [*inputs, *(x.weight for x in linears)]
     if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return "no training"
     if torch.is_autocast_enabled(inputs[0].device.type):
@@ -98,14 +97,11 @@ def _add_matmul(sums: dict[int, Tensor], number: int, left: Tensor, right: Tenso
 
 
 def _column_sums(grad_RC: Tensor) -> Tensor:
-    """Return the sums of columns, in two steps: in one, most of a GPU would have no part in it."""
+    """Return the sums of columns."""
     rows, size = grad_RC.shape
     # Dropout's kernel is of the same file, and in the same check.
     if rows and choose.find("dropout", "auto", grad_RC.device, grad_RC.dtype, size)[1]:
         from deberta_ds.model.kernels.fused_norm import column_sums
 
         return column_sums(grad_RC.contiguous())
-    parts = next(n for n in (256, 64, 16, 1) if len(grad_RC) % n == 0)
-    wide = torch.promote_types(grad_RC.dtype, torch.float32)
-    parts_PRC = grad_RC.view(parts, -1, grad_RC.shape[1])
-    return parts_PRC.sum(1, dtype=wide).sum(0).to(grad_RC.dtype)
+    return grad_RC.sum(0)

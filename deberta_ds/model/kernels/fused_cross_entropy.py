@@ -4,10 +4,8 @@ The same function as `linear_cross_entropy`, id for id the same sample from the 
 rounding. Forward saves one logsumexp per row and vocabulary tile; sampling chooses a tile by these
 and computes the logits of that tile once more. Backward computes logits again and writes
 their gradient, in the input's dtype, for some ids at a time; two matrix products do the rest.
-No atomics: one writer per element and a fixed order of every sum.
-
-`kernels` decides who takes it. It has not been timed yet: `benchmarks/cross_entropy.py`
-compares it with the chunked function, on a GPU.
+No atomics: one writer per element and a fixed order of every sum. Not timed yet
+(`benchmarks/cross_entropy.py`).
 
 Shape legend: T target rows, C hidden size, V vocabulary, K vocabulary tiles, N ids of one chunk.
 """
@@ -25,9 +23,7 @@ from deberta_ds.model.linear_cross_entropy import sample_chunks, sum_of_targets
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
 _GRADIENT_IDS = 64  # tile of backward; 128 would spill registers on sm_90
-# Warps by compiled counts: on sm_90 four take a fifth fewer instructions, and two blocks fit into a
-# processor; elsewhere, and at a temperature, they would spill (benchmarks/gpu/attention.md).
-_FEW_WARPS, _WARPS = 4, 8
+_FEW_WARPS, _WARPS = 4, 8  # few on sm_90 alone, where they spill nothing (gpu/attention.md)
 _GRADIENT_ELEMENTS = 1 << 27  # logit gradients held at once in backward: 256 MiB in bf16
 _PITCH = tl.constexpr(128)  # their rows begin at multiples of this, so whole vectors are written
 

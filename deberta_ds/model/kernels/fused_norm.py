@@ -1,10 +1,7 @@
-"""Triton kernels: dropout + residual + LayerNorm, bias + GELU, and dropout, in one pass each way;
-and sums of columns.
-
-LayerNorm(dropout(sublayer output) + residual), where torch makes three passes and saves a mask; and
-GELU(product + bias), whose backward pass sums the bias gradient on its way. `kernels` decides who
-takes them. Sums over rows are made in parts of a fixed number and order: no atomics, the same bits
-in every run and on every card. Arithmetic is fp32.
+"""Triton kernels in one pass each way: LayerNorm(dropout(sublayer output) + residual), where torch
+makes three and saves a mask; GELU(product + bias), whose backward pass sums the bias gradient;
+dropout; and sums of columns. Sums over rows are made in parts of a fixed number and order: no
+atomics, the same bits in every run and on every card. Arithmetic is fp32.
 
 Legend: R rows, C columns, P parts.
 """
@@ -18,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from deberta_ds.model.dropout import MIX_1, MIX_2
 from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
 
-_NORM_PARTS, _GELU_PARTS = 512, 64
+_NORM_PARTS, _GELU_PARTS = 1024, 64  # a program of LayerNorm's gradient is one warp at most widths
 _GELU_ROWS, _GELU_GRADIENT_ROWS, _GELU_COLUMNS = 16, 8, 256
 _SUM_PARTS, _SUM_ROWS = 256, 16
 _NORM_STAGES, _GELU_STAGES = tl.constexpr(3), tl.constexpr(2)  # the next rows are on their way
@@ -61,67 +58,41 @@ def _norm_kernel(SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, K
     tl.store(INVERSE + row, inverse)
 
 
-@triton.jit
-def _normed(GRAD, OTHER, SUMMED, row, c, mean, inverse, TWO: tl.constexpr, C: tl.constexpr):
-    """Return the norm's gradient at columns c of a row, and the norm before weight and bias."""
-    inside = c < C
-    grad = tl.load(GRAD + row * C + c, mask=inside, other=0.0).to(tl.float32)
-    if TWO:
-        grad += tl.load(OTHER + row * C + c, mask=inside, other=0.0).to(tl.float32)
-    summed = tl.load(SUMMED + row * C + c, mask=inside, other=0.0).to(tl.float32)
-    return grad, tl.where(inside, (summed - mean) * inverse, 0.0)
-
-
-@triton.jit
-def _store_gradients(D_SUBLAYER, D_RESIDUAL, row, c, gradient, KEY, threshold, keep_scale,
-                     DROPOUT: tl.constexpr, C: tl.constexpr):
-    inside = c < C
-    tl.store(D_RESIDUAL + row * C + c, gradient.to(D_RESIDUAL.dtype.element_ty), mask=inside)
-    if DROPOUT:
-        gradient *= _kept(row * C + c, KEY, threshold, keep_scale)
-        tl.store(D_SUBLAYER + row * C + c, gradient.to(D_SUBLAYER.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["threshold", "R"])
 def _norm_gradient_kernel(GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER, D_RESIDUAL, PARTS,
-                          R, KEY, threshold, keep_scale, TWO: tl.constexpr, C: tl.constexpr,
-                          BLOCK: tl.constexpr, REST: tl.constexpr, DROPOUT: tl.constexpr):
+                          R, KEY, threshold, keep_scale, TWO: tl.constexpr,
+                          C: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
     """Rows p, p + P, ... of part p; PARTS [P,2,C] are its sums for weight and bias.
 
-    A row is two blocks, each of a power of 2: no thread is idle at 768 = 512 + 256 columns. With
-    TWO the norm's gradient is GRAD + OTHER. Without DROPOUT both gradients are D_RESIDUAL, and
+    With TWO the norm's gradient is GRAD + OTHER. Without DROPOUT both gradients are D_RESIDUAL, and
     D_SUBLAYER is not written.
     """
     part = tl.program_id(0)
-    c, d = tl.arange(0, BLOCK), BLOCK + tl.arange(0, REST)
-    weight_c = tl.load(WEIGHT + c, mask=c < C, other=0.0).to(tl.float32)
-    weight_d = tl.load(WEIGHT + d, mask=d < C, other=0.0).to(tl.float32)
-    weight_sum_c, bias_sum_c = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    weight_sum_d, bias_sum_d = tl.zeros([REST], tl.float32), tl.zeros([REST], tl.float32)
+    c = tl.arange(0, BLOCK)
+    inside = c < C
+    weight = tl.load(WEIGHT + c, mask=inside, other=0.0).to(tl.float32)
+    weight_sum = tl.zeros([BLOCK], tl.float32)
+    bias_sum = tl.zeros([BLOCK], tl.float32)
     for number in tl.range(part, R, tl.num_programs(0), num_stages=_NORM_STAGES):
         row = tl.cast(number, tl.int64)
-        mean, inverse = tl.load(MEAN + row), tl.load(INVERSE + row)
-        grad_c, normal_c = _normed(GRAD, OTHER, SUMMED, row, c, mean, inverse, TWO, C)
-        grad_d, normal_d = _normed(GRAD, OTHER, SUMMED, row, d, mean, inverse, TWO, C)
-        weight_sum_c += grad_c * normal_c
-        weight_sum_d += grad_d * normal_d
-        bias_sum_c += grad_c
-        bias_sum_d += grad_d
-        grad_c *= weight_c
-        grad_d *= weight_d
-        sums = tl.sum(tl.join(grad_c * normal_c, grad_c), 0)
-        along, mean = tl.split((sums + tl.sum(tl.join(grad_d * normal_d, grad_d), 0)) / C)
-        gradient = (grad_c - mean - normal_c * along) * inverse
-        _store_gradients(D_SUBLAYER, D_RESIDUAL, row, c, gradient, KEY, threshold, keep_scale,
-                         DROPOUT, C)
-        gradient = (grad_d - mean - normal_d * along) * inverse
-        _store_gradients(D_SUBLAYER, D_RESIDUAL, row, d, gradient, KEY, threshold, keep_scale,
-                         DROPOUT, C)
-    PARTS += part * 2 * C
-    tl.store(PARTS + c, weight_sum_c, mask=c < C)
-    tl.store(PARTS + d, weight_sum_d, mask=d < C)
-    tl.store(PARTS + C + c, bias_sum_c, mask=c < C)
-    tl.store(PARTS + C + d, bias_sum_d, mask=d < C)
+        grad = tl.load(GRAD + row * C + c, mask=inside, other=0.0).to(tl.float32)
+        if TWO:
+            grad += tl.load(OTHER + row * C + c, mask=inside, other=0.0).to(tl.float32)
+        summed = tl.load(SUMMED + row * C + c, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(INVERSE + row)
+        normal = tl.where(inside, (summed - tl.load(MEAN + row)) * inverse, 0.0)
+        weight_sum += grad * normal
+        bias_sum += grad
+        grad *= weight
+        along, mean = tl.split(tl.sum(tl.join(grad * normal, grad), 0) / C)  # one exchange
+        gradient = (grad - mean - normal * along) * inverse
+        tl.store(D_RESIDUAL + row * C + c, gradient.to(D_RESIDUAL.dtype.element_ty), mask=inside)
+        if DROPOUT:
+            gradient *= _kept(row * C + c, KEY, threshold, keep_scale)
+            d_sublayer = gradient.to(D_SUBLAYER.dtype.element_ty)
+            tl.store(D_SUBLAYER + row * C + c, d_sublayer, mask=inside)
+    tl.store(PARTS + part * 2 * C + c, weight_sum, mask=inside)
+    tl.store(PARTS + (part * 2 + 1) * C + c, bias_sum, mask=inside)
 
 
 @triton.jit
@@ -231,24 +202,18 @@ def _norm_gradients(grad: Tensor, other: Tensor | None, summed: Tensor, means: T
     """
     outputs = _empty_gradients(grad, other, summed, means, inverses, weight, like_sublayer, key)
     if summed.numel():
-        size = summed.shape[-1]
-        block = max(triton.next_power_of_2(size) // 2, 1)
-        rest = triton.next_power_of_2(max(size - block, 1))
         _norm_gradient_kernel[(len(outputs[2]),)](
             grad, grad if other is None else other, summed, means, inverses, weight, *outputs,
-            means.numel(), key, threshold, keep_scale, TWO=other is not None, C=size, BLOCK=block,
-            REST=rest, DROPOUT=key is not None, num_warps=_warps(block))
+            means.numel(), key, threshold, keep_scale, TWO=other is not None,
+            **_row_constants(summed, key, 1024))
     return outputs
 
 
-def _row_constants(residual: Tensor, key: Tensor | None) -> dict:
+def _row_constants(residual: Tensor, key: Tensor | None, of_warp: int = 256) -> dict:
     size = residual.shape[-1]
     block = triton.next_power_of_2(size)
-    return {"C": size, "BLOCK": block, "DROPOUT": key is not None, "num_warps": _warps(block)}
-
-
-def _warps(block: int) -> int:
-    return min(max(block // 256, 1), 16)
+    return {"C": size, "BLOCK": block, "DROPOUT": key is not None,
+            "num_warps": min(max(block // of_warp, 1), 16)}
 
 
 class _ResidualNorm(Function):
@@ -363,9 +328,7 @@ def _gelu_gradients(grad_RC: Tensor, x_RC: Tensor, bias_C: Tensor) -> tuple[Tens
 
 @operator("column_sums", lambda x_RC: x_RC.new_empty(x_RC.shape[1]))
 def column_sums(x_RC: Tensor) -> Tensor:
-    """Return the sums of columns, x contiguous: of the same columns of some rows each, then of
-    these.
-    """
+    """Return the sums of columns, x contiguous, in two steps: one would not fill a GPU."""
     rows, size = x_RC.shape
     parts_PC = x_RC.new_empty(min(ceil_div(rows, _SUM_ROWS), _SUM_PARTS), size, dtype=float32)
     sums_C, grid = x_RC.new_empty(size), ceil_div(size, _GELU_COLUMNS)

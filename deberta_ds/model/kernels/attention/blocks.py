@@ -6,7 +6,7 @@ a flash kernel covers at most one group of rows and one of columns, so it is den
 matrices or in neither.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -34,27 +34,11 @@ _STEP, WORD = tl.constexpr(DIGIT_STEP & 0xFFFFFFFF), tl.constexpr(WORD_KEYS)
 
 # Structs of kernels' arguments. Counts of rows stay out of them: Triton would compile another
 # binary for each that is 1 or a multiple of 16, whatever `do_not_specialize` says.
-class Vectors(NamedTuple):
-    """Queries, keys or values [B,H,rows,D]."""
-
-    data: Any
-    batch: int  # elements from a batch row to the next one
-    head: int
-    row: int
-
-
-class Term(NamedTuple):
-    """One position term, scaled, or the gradient of the unscaled one, for the flash kernels."""
-
-    bias: Any  # [B,H,rows,W]: the pairs within the band
-    edges: Any  # fp32 [2,B,H,rows]: the terms of all pairs before and behind it
-
-
-class Bounds(NamedTuple):
-    """First and last + 1 column of a range, for each row [B,rows]."""
-
-    start: Any
-    stop: Any
+Vectors = namedtuple("Vectors", "data batch head row")  # [B,H,rows,D], and its strides
+# Of a position term, scaled, or of the gradient of the unscaled one: the pairs within the band
+# [B,H,rows,W], and the terms of all pairs before and behind it, fp32 [2,B,H,rows].
+Term = namedtuple("Term", "bias edges")
+Bounds = namedtuple("Bounds", "start stop")  # of ranges of columns, [B,rows]: first, last + 1
 
 
 @triton.jit
