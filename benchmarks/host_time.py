@@ -29,7 +29,6 @@ from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
 from deberta_ds.model import choose
-from deberta_ds.model.kernels import kernel_table
 from deberta_ds.training import step as training_step
 
 # name: objective, layers, generator's layers, hidden size, heads
@@ -98,7 +97,7 @@ def kernels_that_do_nothing():
     from deberta_ds.model.kernels.attention import ops
 
     def pick(idea, _request, mode="auto"):
-        return next(choose.Choice(one, "") for one in kernel_table.KERNELS
+        return next(choose.Choice(one, "") for one in choose.KERNELS
                     if one.idea == idea and mode in ("auto", one.name))
 
     def new_zeros(tensor, *shape, **options):

@@ -35,7 +35,7 @@ from deberta_ds.model import choose, encoder
 from deberta_ds.model import linear_cross_entropy as chunked
 from deberta_ds.model.attention.geometry import make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.model.kernels import attention, kernel_table
+from deberta_ds.model.kernels import attention
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import activations
 from deberta_ds.planner.speed import LAYER_SECONDS
@@ -190,7 +190,7 @@ def count_step(run: RunConfig) -> Count:
                                        query_positions_BQ=options["query_positions_BQ"])
 
     def pick(idea, _request, mode="auto"):  # as on a card where every check passes
-        kernel = next(one for one in kernel_table.KERNELS if one.idea == idea
+        kernel = next(one for one in choose.KERNELS if one.idea == idea
                       and mode in ("auto", one.name))
         return choose.Choice(kernel, "")
 

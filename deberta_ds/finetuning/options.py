@@ -63,7 +63,7 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
     """Join the process group and return the sweep that the command line asks for."""
     from deberta_ds.cluster import dist
     from deberta_ds.engine.engine import local_device
-    from deberta_ds.model.kernels import kernel_table
+    from deberta_ds.model import choose
     from deberta_ds.training import join
 
     asked = {f"--{name}": str(value) for name, value in vars(options).items()
@@ -73,7 +73,7 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
                        "save models": keep_models, "--out, absolute": os.path.abspath(options.out)})
     opened = dist.together(lambda: _open(options, overrides, tasks, init_from))
     lines, values, longest = opened.pop("lines"), opened["deepspeed"], opened.pop("longest")
-    kernels = join.agreed_kernels(lambda: [kernel_table.in_a_line(join.kernel_choices(
+    kernels = join.agreed_kernels(lambda: [choose.in_a_line(join.kernel_choices(
         opened["start"].config, values, length, without=("cross-entropy",)))
         for length in (1, longest)])
     for line in (lines[0], f"kernels: {kernels[-1]}", *lines[1:]):

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model import choose, fused_projections
+from deberta_ds.model import fused_projections
 from deberta_ds.model.attention import Geometry, attend, attend_cls, gathered_term
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm, pass_keys
 from deberta_ds.model.embeddings import InputBlock
@@ -84,9 +84,7 @@ class Attention(nn.Module):
             relative_SC = self.relative_dropout(relative_SC, key)
             inputs.append(relative_SC)
             linears += [x for x in projections.values() if x not in linears]
-        _, shared = choose.find(
-            "projections", "auto", hidden_BLC.device, hidden_BLC.dtype, hidden_BLC.shape[-1], None,
-            False, (True, True), fused_projections.obstacle(inputs, linears))
+        shared = fused_projections.find(inputs, linears)
         if shared is None:
             keys_values = self._project_keys_values(hidden_BLC, projections, relative_SC)
             return self.project_queries(hidden_BLC), keys_values
@@ -130,7 +128,7 @@ class Attention(nn.Module):
                 queries_BHQD, *keys_values, geometry=self.geometry, segments=segments_BL,
                 query_positions_BQ=columns_BQ, dropout=dropout, seed=seed,
                 mode=self.config.attention, keep_terms=self.config.keep_position_terms)
-        return self.output(context_BQHD.flatten(2))
+        return fused_projections.project(self.output, context_BQHD.flatten(2))
 
     def share_gathered(self, keys_values: KeysValues, segments_BL: Tensor, columns_BQ: Tensor
                        ) -> KeysValues:
@@ -212,7 +210,8 @@ class Layer(nn.Module):
         attended_BQC = self.attention(queries_BHQD, keys_values, segments_BL, columns_BQ, of_pairs)
         hidden_BQC, copy_BQC = self.attention_norm(attended_BQC, residual_BQC, of_attention)
         residual_BQC = hidden_BQC if copy_BQC is None else copy_BQC
-        return self.ffn_norm(self.ffn_out(self.ffn_in(hidden_BQC)), residual_BQC, of_ffn)
+        update_BQC = fused_projections.project(self.ffn_out, self.ffn_in(hidden_BQC))
+        return self.ffn_norm(update_BQC, residual_BQC, of_ffn)
 
 
 class Convolution(nn.Module):

@@ -1,22 +1,40 @@
-"""Projections of queries, keys, values and positions as one autograd function, on a GPU.
+"""Projections as one autograd function, on a GPU: of queries, keys, values and positions at once.
 
 Queries, keys and values are projections of the same states, and the relative table is projected by
 the weights of queries and keys again. Autograd computes a gradient per use and adds them: a pass
 over three tensors and a launch for every sum. Here each matmul of the backward pass adds to the
 result of the one before (addmm), at no cost. It rounds where the sums would, after every matmul.
+The gradient of a bias is a sum of columns, which one kernel takes for all of them.
 
 Not under ZeRO-3, which gathers a module's weights while that module runs and no longer.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from deberta_ds.model import choose
+
+
+def find(inputs: list[Tensor], linears: list[nn.Linear]) -> Callable | None:
+    """Return `fused_projections` where it runs, or None."""
+    first = inputs[0]
+    return choose.find("projections", "auto", first.device, first.dtype, first.shape[-1], None,
+                       False, (True, True), obstacle(inputs, linears))[1]
+
+
+def project(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Return linear(x)."""
+    fused = find([x], [linear])
+    return linear(x) if fused is None else fused([x], [linear], [(0, 0)])[0]
+
 
 def obstacle(inputs: list[Tensor], linears: list[nn.Linear]) -> str:
     """Return why these projections cannot be fused, or an empty string."""
-    tensors = [*inputs, *(linear.weight for linear in linears)]
+    tensors = [*inputs, *(x.weight for x in linears)]
     if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return "no training"
     if torch.is_autocast_enabled(inputs[0].device.type):
@@ -79,8 +97,11 @@ def _add_matmul(sums: dict[int, Tensor], number: int, left: Tensor, right: Tenso
 
 
 def _column_sums(grad_RC: Tensor) -> Tensor:
-    """Return the sums of columns, in two steps: in one, most of a GPU would have no part in it."""
-    parts = next(n for n in (256, 64, 16, 1) if len(grad_RC) % n == 0)
-    wide = torch.promote_types(grad_RC.dtype, torch.float32)
-    parts_PRC = grad_RC.view(parts, -1, grad_RC.shape[1])
-    return parts_PRC.sum(1, dtype=wide).sum(0).to(grad_RC.dtype)
+    """Return the sums of columns."""
+    rows, size = grad_RC.shape
+    # Dropout's kernel is of the same file, and in the same check.
+    if rows and choose.find("dropout", "auto", grad_RC.device, grad_RC.dtype, size)[1]:
+        from deberta_ds.model.kernels.fused_norm import column_sums
+
+        return column_sums(grad_RC.contiguous())
+    return grad_RC.sum(0)

@@ -23,10 +23,10 @@ from deberta_ds.config.options import validate
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.engine.engine import init_distributed
 from deberta_ds.engine.gpus import peak_flops
-from deberta_ds.model import cpu, flops
+from deberta_ds.model import choose, cpu, flops
 from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.init import init_parameters
-from deberta_ds.model.kernels import kernel_check, kernel_table
+from deberta_ds.model.kernels import kernel_check
 from deberta_ds.training.meters import hardware
 from deberta_ds.training.rehearsal import fastest, preflight
 
@@ -104,12 +104,12 @@ def _speeds(device: torch.device, problems: list[str]) -> Iterator[str]:
     config = validate(ModelConfig, MODELS["deberta-v3-base"] | {
         "num_layers": 1, "vocab_size": 64}, "layer")
     try:
-        chosen = kernel_table.choices(config, device, dtype, dtype, length,
+        chosen = choose.choices(config, device, dtype, dtype, length,
                                       without=("cross-entropy",))
     except UserError as error:
         problems.append(str(error))
         return
-    yield f"kernels: {kernel_table.in_a_line(chosen)}"
+    yield f"kernels: {choose.in_a_line(chosen)}"
     layer = Trunk(config).to(device, dtype).train()
     init_parameters(layer, 0.02, 0)
     states = torch.randn(sequences, length, config.hidden_size, device=device, dtype=dtype)

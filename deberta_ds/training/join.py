@@ -25,7 +25,8 @@ from deberta_ds.config.toml_files import flatten
 from deberta_ds.engine import ds_config, engine, passes
 from deberta_ds.engine.engine import check_deepspeed, local_device
 from deberta_ds.model import cpu
-from deberta_ds.model.kernels import kernel_check, kernel_table
+from deberta_ds.model.choose import choices
+from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import freeze_problems, objective_of
@@ -82,7 +83,7 @@ def kernel_choices(model: ModelConfig, ds: dict, length: int, without: tuple[str
     """Return which implementation of each part of a model this rank takes, and why."""
     weights = DTYPES[ds_config.precision(ds)]
     matmuls = DTYPES[ds_config.matmul_precision(ds)]
-    return kernel_table.choices(model, local_device(), weights, matmuls, length,
+    return choices(model, local_device(), weights, matmuls, length,
                                 ds_config.zero_stage(ds), without)
 
 

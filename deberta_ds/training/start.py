@@ -30,8 +30,8 @@ from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.optim import learning_rate, thaw_factor
 from deberta_ds.engine.state import check_restorable
+from deberta_ds.model import choose
 from deberta_ds.model.backbone import on_meta
-from deberta_ds.model.kernels import kernel_table
 from deberta_ds.objectives.base import MINIMAL_PAIRS, own_metrics
 from deberta_ds.objectives.build import build_model, held_parameters, objective_of
 from deberta_ds.release.initialize import initial_tensors, shape_differences
@@ -169,7 +169,7 @@ def _frozen_lines(run: RunConfig, precision: str) -> list[str]:
 
 def kernels_of(run: RunConfig, ds: dict) -> str:
     """Return `kernel_choices` of a run as one line."""
-    return kernel_table.in_a_line(kernel_choices(run.model, ds, run.data.seq_len))
+    return choose.in_a_line(kernel_choices(run.model, ds, run.data.seq_len))
 
 
 def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> None:

@@ -105,7 +105,7 @@ def test_every_tile_compiles_for_every_gpu(architecture, dtype, gathered):
 
 def test_the_other_kernels_compile_for_a_gpu():
     lines = run_worker("kernel_compile.py", "90", timeout=120)
-    assert len(lines) == 11 and not any(line["faults"] for line in lines)
+    assert len(lines) == 12 and not any(line["faults"] for line in lines)
 
 
 def test_steps_of_a_model_through_the_kernels_under_zero():

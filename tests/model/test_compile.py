@@ -9,9 +9,8 @@ import torch  # noqa: E402
 from benchmarks.host_time import Nothing, triton_kernels  # noqa: E402
 from deberta_ds.config.run_config import ModelConfig  # noqa: E402
 from deberta_ds.model import choose  # noqa: E402
-from deberta_ds.model.choose import Choice  # noqa: E402
+from deberta_ds.model.choose import KERNELS, Choice  # noqa: E402
 from deberta_ds.model.encoder import Trunk  # noqa: E402
-from deberta_ds.model.kernels.kernel_table import KERNELS  # noqa: E402
 
 SHAPE = dict(vocab_size=200, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64,
              max_position=64, position_buckets=8)

@@ -28,7 +28,6 @@ from deberta_ds.model import (
 )
 from deberta_ds.model.embeddings import InputBlock, TokenEmbedding  # noqa: E402
 from deberta_ds.model.heads import MaskedLmHead, ReplacedTokenHead  # noqa: E402
-from deberta_ds.model.kernels import kernel_table  # noqa: E402
 from deberta_ds.model.kernels.attention import fused_path  # noqa: E402
 from deberta_ds.objectives import rtd  # noqa: E402
 from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
@@ -123,7 +122,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_arguments, **_options: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _kind: False)
     monkeypatch.setattr(encoder, "attend", attend)
-    first = {one.idea: one for one in reversed(kernel_table.KERNELS)}
+    first = {one.idea: one for one in reversed(choose.KERNELS)}
     monkeypatch.setattr(choose, "pick", lambda idea, *_: choose.Choice(first[idea], ""))
 
 

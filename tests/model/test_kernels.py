@@ -11,7 +11,7 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model import choose
 from deberta_ds.model.choose import Request, load, pick
 from deberta_ds.model.embeddings import loss_function
-from deberta_ds.model.kernels import kernel_check, kernel_table
+from deberta_ds.model.kernels import kernel_check
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -116,19 +116,19 @@ def test_kernels_by_name(card):
 
 
 def test_everything_that_runs_here_can_be_loaded(card):
-    for kernel in kernel_table.KERNELS:
+    for kernel in choose.KERNELS:
         if not kernel.check:
             assert load(kernel.place) is None or callable(load(kernel.place))
 
 
 def test_choices_of_a_model_in_a_line(card):
-    found = kernel_table.choices(SMALL, CPU, SINGLE, HALF, 128)
+    found = choose.choices(SMALL, CPU, SINGLE, HALF, 128)
     assert tuple(found) == IDEAS
     assert found["attention"] == {"kernel": "tiled", "why": "not fused: no GPU"}
-    assert kernel_table.in_a_line(found) == (
+    assert choose.in_a_line(found) == (
         "attention tiled, cross-entropy chunked, LayerNorm torch, GELU torch, dropout hash, "
         "projections separate (not fused: no GPU)")
-    named = kernel_table.choices(replace(SMALL, attention="reference"), CPU, SINGLE, SINGLE, 128)
+    named = choose.choices(replace(SMALL, attention="reference"), CPU, SINGLE, SINGLE, 128)
     assert named["attention"] == {"kernel": "reference", "why": "attention = 'reference'"}
 
 
@@ -136,4 +136,4 @@ def test_the_documentation_has_this_table():
     text = (Path(__file__).parents[2] / "docs/explanation/attention.md").read_text()
     written = [line for line in text.splitlines() if line.startswith(tuple(
         f"| {idea} | `" for idea in IDEAS))]
-    assert written == kernel_table.table()
+    assert written == choose.table()

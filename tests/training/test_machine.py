@@ -42,6 +42,6 @@ def test_a_kernel_that_fails_is_a_problem(process_group, capsys, monkeypatch):
     def fail(*_arguments, **_more):
         raise UserError("a kernel fails its check; --model.attention=dense")
 
-    monkeypatch.setattr(doctor.kernel_table, "choices", fail)
+    monkeypatch.setattr(doctor.choose, "choices", fail)
     assert doctor.examine() == ["a kernel fails its check; --model.attention=dense"]
     assert "PROBLEM: a kernel fails its check" in capsys.readouterr().out

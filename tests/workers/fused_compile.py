@@ -21,7 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deberta_ds.model.attention.geometry import Geometry, make_band
-from deberta_ds.model.kernels.attention import backward, forward, gathered, position_bias, tiles
+from deberta_ds.model.kernels.attention import (
+    backward,
+    blocks,
+    forward,
+    gathered,
+    position_bias,
+    tiles,
+)
 
 REACH = Geometry(512, 256).reach  # of every released v2 and v3 model
 
@@ -33,8 +40,8 @@ PRODUCTS = {"bias": position_bias.bias_kernel, "rows": position_bias.row_gradien
             "spread": gathered.spread_kernel}
 KERNELS = FLASH | PRODUCTS
 FLOAT_POINTERS = {"LSE", "ROW_DOT", "C2P_EDGES", "P2C_EDGES", "D_C2P_EDGES", "D_P2C_EDGES"}
-FLOAT_POINTERS |= {"EDGES", "D_EDGES", "D_TABLE"}
-FACTS = {"POSITION", "START", "STOP"}
+FLOAT_POINTERS |= {"D_TABLE"}
+WHOLE = {"SEGMENT", "Q_SEGMENT", "K_SEGMENT", "POSITION", "Q_POSITION", "DROPPED"}
 FLOATS = {"scale", "keep_scale"}
 # bytes of shared memory that a block may have
 LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10,
@@ -48,6 +55,7 @@ LOOP_LIMITS = {
     ("rows", 64, 90): {"instructions": 160},
     ("table", 64, 90): {"instructions": 150},
 }
+ALIGNED = [["tt.divisibility", 16]]
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -74,31 +82,38 @@ def compile_kernel(name: str, architecture: int, size: int, length: int, gathere
     constants |= dict(BM=tile.block_m, BN=tile.block_n, BR=tile.block_m, BC=tile.block_n)
     signature, attributes, used = {}, {}, {}
     for place, parameter in enumerate(inspect.signature(KERNELS[name].fn).parameters):
-        kind = _kind(parameter, constants).replace("bf16", dtype)
+        kind = _kind(name, parameter, constants, dtype)
         signature[parameter] = kind
         if kind == "constexpr":
             used[parameter] = constants[parameter]
-        elif kind.startswith("*") or re.fullmatch("[qkvx]_[bhn]", parameter):
-            attributes[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(kind, tuple):  # all pointers and strides are
+            attributes |= {(place, one): ALIGNED for one in range(len(kind))}
+        elif kind.startswith("*"):
+            attributes[(place,)] = ALIGNED
     source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=used, attrs=attributes)
     target = GPUTarget("cuda", architecture, 32)
     options = dict(num_warps=tile.warps, num_stages=tile.stages)
     return tile, triton.compile(source, target=target, options=options)
 
 
-def _kind(parameter: str, constants: dict) -> str:
+def _kind(kernel: str, parameter: str, constants: dict, dtype: str) -> str | tuple:
+    half = "*" + dtype
     if parameter in constants:
         return "constexpr"
     if parameter in FLOATS:
         return "fp32"
     if parameter in FLOAT_POINTERS:
         return "*fp32"
-    last = parameter.rpartition("_")[2]
-    if last in FACTS | {"SEGMENT", "DROPPED"}:
+    if parameter in WHOLE:
         return "*i32"
-    if not parameter.isupper() or parameter in ("NQ", "NK", "N", "B", "H", "SPAN"):
-        return "i32"
-    return "*bf16"
+    if parameter in ("SEEN", "COVER", "RUN"):
+        return blocks.Bounds("*i32", "*i32")
+    if parameter in ("Q", "K", "V", "X"):
+        return blocks.Vectors(half, "i32", "i32", "i32")
+    of_term = {"TERM", "D_TERM"} | {"forward": {"C2P", "P2C"}, "key": {"D_P2C"}}.get(kernel, set())
+    if parameter in of_term:
+        return blocks.Term(half, "*fp32")
+    return "i32" if parameter in ("NQ", "NK", "N", "B", "H", "SPAN") else half
 
 
 def inspect_machine_code(cubin: bytes) -> dict:

@@ -9,7 +9,7 @@ import json
 import sys
 
 import triton
-from fused_compile import LIMITS, inspect_machine_code, overruns
+from fused_compile import ALIGNED, LIMITS, inspect_machine_code, overruns
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -19,27 +19,29 @@ from deberta_ds.model.kernels.attention import backward, blocks, ops
 
 WIDTH = 768
 SINGLE = {"LSE", "SAMPLE_LSE", "MAX_LOGIT", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
-SINGLE |= {"MEAN", "INVERSE", "PARTS", "ROW_DOT", "INVERSE_TEMPERATURE"}
+SINGLE |= {"MEAN", "INVERSE", "PARTS", "SUMS", "ROW_DOT", "INVERSE_TEMPERATURE"}
 WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "ARGMAX": "*i32", "TILE": "*i32"}
-WHOLE |= {"WORDS": "*i32", "START": "*i32", "STOP": "*i32", "SEED": "*i64", "KEY": "*i64"}
+WHOLE |= {"WORDS": "*i32", "SEEN": blocks.Bounds("*i32", "*i32"), "SEED": "*i64", "KEY": "*i64"}
 NUMBERS = {"keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
 _NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
 _GELU = dict(C=4 * WIDTH, BR=norm._GELU_ROWS, BC=norm._GELU_COLUMNS)
-# kernel, compile-time constants, warps, stages, products on the tensor cores
+# kernel, compile-time constants, warps (None: by architecture), stages, tensor cores
 KERNELS = {
-    "loss": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=False), 8, 3, True),
+    "loss": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=False), None, 3, True),
     "loss at a temperature": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=True),
                               8, 3, True),
-    "loss gradient": (loss._gradient_kernel, _LOSS | dict(BN=loss._GRADIENT_IDS), 8, 3, True),
+    "loss gradient": (loss._gradient_kernel, _LOSS | dict(BN=loss._GRADIENT_IDS), None, 3, True),
     "sample": (loss._sample_kernel, dict(C=WIDTH, BK=loss._DEPTH, BN=loss._IDS, SEPARATE=True),
                4, 3, False),
     "norm": (norm._norm_kernel, _NORM, 4, 3, False),
-    "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
+    "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 1, 3, False),
     "dropout": (norm._dropout_kernel, _NORM, 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
     "gelu gradient": (norm._gelu_gradient_kernel, _GELU | dict(BR=norm._GELU_GRADIENT_ROWS),
                       4, 3, False),
+    "column sums": (norm._column_sum_kernel, dict(C=WIDTH, BR=norm._SUM_ROWS,
+                                                  BC=norm._GELU_COLUMNS), 4, 3, False),
     "dropped pairs": (blocks.dropped_kernel, dict(DIGITS=16, BR=64, BW=16), 4, 3, False),
     "row_dot": (backward.row_dot_kernel, dict(D=64, BM=ops._ROW_DOT_ROWS), 4, 3, False),
 }
@@ -48,6 +50,7 @@ KERNELS = {
 def compile_kernel(name: str, architecture: int):
     """Return the compiled kernel for bf16."""
     kernel, constants, warps, stages, _ = KERNELS[name]
+    warps = warps or (loss._FEW_WARPS if architecture // 10 == 9 else loss._WARPS)
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.arg_names):
         if parameter in constants:
@@ -59,8 +62,10 @@ def compile_kernel(name: str, architecture: int):
         else:
             pointer = parameter.isupper() and parameter not in ("T", "VALID", "R", "NQ", "NK", "H")
             signature[parameter] = "*bf16" if pointer else "i32"
-        if signature[parameter].startswith("*"):
-            attributes[(place,)] = [["tt.divisibility", 16]]
+        if isinstance(signature[parameter], tuple):
+            attributes |= {(place, one): ALIGNED for one in range(len(signature[parameter]))}
+        elif signature[parameter].startswith("*"):
+            attributes[(place,)] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", architecture, 32)
     return triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))

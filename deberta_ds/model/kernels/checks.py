@@ -52,11 +52,15 @@ def _worst(found: Found) -> tuple[float, str]:
     return max(errors, key=lambda item: float("inf") if item[0] != item[0] else item[0])
 
 
-def _with_gradients(function: Callable, values: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """Return a function's result and all gradients."""
-    leaves = [x.detach().clone().requires_grad_() for x in values]
-    out = function(*leaves)
-    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+def _compared(fused: Callable, right: Callable, values: list[Tensor], grad: Tensor,
+              names: list[str]) -> Found:
+    """Return the result and all gradients of a kernel, beside those of a function in fp32."""
+    both = []
+    for function, given in ((fused, values), (right, [x.float() for x in values])):
+        leaves = [x.detach().clone().requires_grad_() for x in given]
+        out = function(*leaves)
+        both.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
+    return list(zip(*both, names, strict=True))
 
 
 def attention(request: Request, fused: Callable | None = None) -> tuple[float, str]:
@@ -96,15 +100,13 @@ def _attention_of(request: Request, rows: Rows, fused: Callable) -> Found:
         return function(*leaves[:3], *given, geometry=GEOMETRY, segments_BL=segments.to(device),
                         query_positions_BQ=columns, dropout=rows.dropout, seed=seed)
 
-    right = _with_gradients(partial(run, reference_attention), [x.float() for x in tensors], grad)
-    result = _with_gradients(partial(run, partial(fused, keep_terms=True) if rows.keep else fused),
-                             tensors, grad)
-    names = ["context", "queries", "keys", "values", *(
-        name for name, one in zip(("position keys", "position queries"), request.terms,
-                                  strict=True) if one)]
-    where = f"{batch} rows of " + (f"{queries} of " if rows.gathered else "")
-    return [(*pair, f"{name} in {where}{length} tokens") for *pair, name in
-            zip(result, right, names, strict=True)]
+    tables = [name for name, one in zip(("position keys", "position queries"), request.terms,
+                                        strict=True) if one]
+    where = f"in {batch} rows of " + (f"{queries} of " if rows.gathered else "")
+    names = [f"{name} {where}{length} tokens" for name in
+             ("context", "queries", "keys", "values", *tables)]
+    return _compared(partial(run, partial(fused, keep_terms=True) if rows.keep else fused),
+                     partial(run, reference_attention), tensors, grad, names)
 
 
 def cross_entropy(request: Request, fused: Callable | None = None) -> tuple[float, str]:
@@ -132,13 +134,10 @@ def cross_entropy(request: Request, fused: Callable | None = None) -> tuple[floa
             keep.append(sampled)
             return loss
 
-        one = torch.ones((), device=device)
-        result = _with_gradients(partial(run, fused), values, one)
-        right = _with_gradients(partial(run, linear_cross_entropy), [x.float() for x in values],
-                                one)
-        names = ("loss", "gradient of the states", "of the table", "of the bias")
-        found += [(*pair, f"{name} at temperature {temperature}")
-                  for *pair, name in zip(result, right, names, strict=True)]
+        names = [f"{name} at temperature {temperature}" for name in (
+            "loss", "gradient of the states", "of the table", "of the bias")]
+        found += _compared(partial(run, fused), partial(run, linear_cross_entropy), values,
+                           torch.ones((), device=device), names)
         same = (samples[0] == samples[1]).double().mean().item()
         if same < _LEAST_SAME_SAMPLES:
             return float("inf"), f"samples ({same:.1%} the same) at temperature {temperature}"
@@ -146,7 +145,7 @@ def cross_entropy(request: Request, fused: Callable | None = None) -> tuple[floa
 
 
 def norm(request: Request) -> tuple[float, str]:
-    """Check LayerNorm, dropout and GELU against torch's operators in fp32."""
+    """Check LayerNorm, dropout, GELU and sums of columns against torch's operators in fp32."""
     from deberta_ds.model.kernels import fused_norm
 
     device, sublayer, size = request[:3]
@@ -187,7 +186,6 @@ def norm(request: Request) -> tuple[float, str]:
              ["dropout", "its gradient"]),
             (fused_norm.biased_gelu, lambda x, bias: F.gelu(x + bias), wide, wide_grad,
              ["GELU", "its gradient", "its bias's gradient"])):
-        found += zip(_with_gradients(fused, given, gradient),
-                     _with_gradients(other, [x.float() for x in given], gradient), names,
-                     strict=True)
+        found += _compared(fused, other, given, gradient, names)
+    found.append((fused_norm.column_sums(wide[0]), wide[0].float().sum(0), "sums of columns"))
     return _worst(found)

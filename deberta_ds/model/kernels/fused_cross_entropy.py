@@ -4,10 +4,8 @@ The same function as `linear_cross_entropy`, id for id the same sample from the 
 rounding. Forward saves one logsumexp per row and vocabulary tile; sampling chooses a tile by these
 and computes the logits of that tile once more. Backward computes logits again and writes
 their gradient, in the input's dtype, for some ids at a time; two matrix products do the rest.
-No atomics: one writer per element and a fixed order of every sum.
-
-`kernels` decides who takes it. It has not been timed yet: `benchmarks/cross_entropy.py`
-compares it with the chunked function, on a GPU.
+No atomics: one writer per element and a fixed order of every sum. Not timed yet
+(`benchmarks/cross_entropy.py`).
 
 Shape legend: T target rows, C hidden size, V vocabulary, K vocabulary tiles, N ids of one chunk.
 """
@@ -18,12 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deberta_ds.model.kernels.attention.tiles import capability_of
 from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
 from deberta_ds.model.linear_cross_entropy import sample_chunks, sum_of_targets
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
 _GRADIENT_IDS = 64  # tile of backward; 128 would spill registers on sm_90
+_FEW_WARPS, _WARPS = 4, 8  # few on sm_90 alone, where they spill nothing (gpu/attention.md)
 _GRADIENT_ELEMENTS = 1 << 27  # logit gradients held at once in backward: 256 MiB in bf16
 _PITCH = tl.constexpr(128)  # their rows begin at multiples of this, so whole vectors are written
 
@@ -238,7 +238,7 @@ def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: T
         # Blocks of rows run first: the weights of an id tile are then read from memory once.
         _forward_kernel[(ceil_div(rows, _ROWS), tiles)](
             hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, inverse_1,
-            SEPARATE=inverse_1 is not None, **_constants(hidden_TC, _IDS))
+            SEPARATE=inverse_1 is not None, **_constants(hidden_TC, _IDS, inverse_1 is None))
     return outputs
 
 
@@ -280,7 +280,9 @@ def sample_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Ten
     return sampled_T
 
 
-def _constants(hidden_TC: Tensor, ids: int) -> dict:
+def _constants(hidden_TC: Tensor, ids: int, lean: bool = True) -> dict:
+    """Return the compile-time arguments; lean: without a temperature, whose sums take registers."""
+    few = lean and capability_of(hidden_TC.device)[0] == 9
     return {"C": hidden_TC.shape[1], "BK": _DEPTH, "BT": _ROWS, "BN": ids,
-            "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32", "num_warps": 8,
-            "num_stages": 3}
+            "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32",
+            "num_warps": _FEW_WARPS if few else _WARPS, "num_stages": 3}

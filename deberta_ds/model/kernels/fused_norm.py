@@ -1,9 +1,7 @@
-"""Triton kernels: dropout + residual + LayerNorm, bias + GELU, and dropout, in one pass each way.
-
-LayerNorm(dropout(sublayer output) + residual), where torch makes three passes and saves a mask; and
-GELU(product + bias), whose backward pass sums the bias gradient on its way. `kernels` decides who
-takes them. Sums over rows are made in parts of a fixed number and order: no atomics, the same bits
-in every run and on every card. Arithmetic is fp32.
+"""Triton kernels in one pass each way: LayerNorm(dropout(sublayer output) + residual), where torch
+makes three and saves a mask; GELU(product + bias), whose backward pass sums the bias gradient;
+dropout; and sums of columns. Sums over rows are made in parts of a fixed number and order: no
+atomics, the same bits in every run and on every card. Arithmetic is fp32.
 
 Legend: R rows, C columns, P parts.
 """
@@ -17,8 +15,9 @@ from torch.autograd.function import once_differentiable
 from deberta_ds.model.dropout import MIX_1, MIX_2
 from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
 
-_NORM_PARTS, _GELU_PARTS = 512, 64
+_NORM_PARTS, _GELU_PARTS = 1024, 64  # a program of LayerNorm's gradient is one warp at most widths
 _GELU_ROWS, _GELU_GRADIENT_ROWS, _GELU_COLUMNS = 16, 8, 256
+_SUM_PARTS, _SUM_ROWS = 256, 16
 _NORM_STAGES, _GELU_STAGES = tl.constexpr(3), tl.constexpr(2)  # the next rows are on their way
 _MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 
@@ -148,6 +147,19 @@ def _gelu_gradient_kernel(GRAD, X, BIAS, DX, PARTS, R, C: tl.constexpr, BR: tl.c
     tl.store(PARTS + part * C + c, tl.sum(sums, 0), mask=c < C)
 
 
+@triton.jit(do_not_specialize=["R"])
+def _column_sum_kernel(X, SUMS, R, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Tiles p, p + P, ... of rows; SUMS [P,C]."""
+    part = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    sums = tl.zeros([BR, BC], tl.float32)
+    for first in tl.range(part * BR, R, tl.num_programs(0) * BR, num_stages=_GELU_STAGES):
+        r = first + tl.arange(0, BR)
+        inside = (r < R)[:, None] & (c < C)[None, :]
+        sums += tl.load(X + (r.to(tl.int64)[:, None] * C + c[None, :]), mask=inside, other=0.0)
+    tl.store(SUMS + part * C + c, tl.sum(sums, 0).to(SUMS.dtype.element_ty), mask=c < C)
+
+
 def _empty_norm(_sublayer, residual: Tensor, *_rest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = [residual.new_empty(residual.shape[:-1], dtype=float32) for _ in range(2)]
     return empty_like(residual), empty_like(residual), *rows
@@ -193,15 +205,15 @@ def _norm_gradients(grad: Tensor, other: Tensor | None, summed: Tensor, means: T
         _norm_gradient_kernel[(len(outputs[2]),)](
             grad, grad if other is None else other, summed, means, inverses, weight, *outputs,
             means.numel(), key, threshold, keep_scale, TWO=other is not None,
-            **_row_constants(summed, key))
+            **_row_constants(summed, key, 1024))
     return outputs
 
 
-def _row_constants(residual: Tensor, key: Tensor | None) -> dict:
+def _row_constants(residual: Tensor, key: Tensor | None, of_warp: int = 256) -> dict:
     size = residual.shape[-1]
     block = triton.next_power_of_2(size)
     return {"C": size, "BLOCK": block, "DROPOUT": key is not None,
-            "num_warps": min(max(block // 256, 1), 16)}
+            "num_warps": min(max(block // of_warp, 1), 16)}
 
 
 class _ResidualNorm(Function):
@@ -312,6 +324,19 @@ def _gelu_gradients(grad_RC: Tensor, x_RC: Tensor, bias_C: Tensor) -> tuple[Tens
             grad_RC, x_RC, bias_C, *outputs, rows, C=size, BR=_GELU_GRADIENT_ROWS,
             BC=_GELU_COLUMNS)
     return outputs
+
+
+@operator("column_sums", lambda x_RC: x_RC.new_empty(x_RC.shape[1]))
+def column_sums(x_RC: Tensor) -> Tensor:
+    """Return the sums of columns, x contiguous, in two steps: one would not fill a GPU."""
+    rows, size = x_RC.shape
+    parts_PC = x_RC.new_empty(min(ceil_div(rows, _SUM_ROWS), _SUM_PARTS), size, dtype=float32)
+    sums_C, grid = x_RC.new_empty(size), ceil_div(size, _GELU_COLUMNS)
+    with on_device_of(x_RC):
+        for of, to, parts in ((x_RC, parts_PC, len(parts_PC)), (parts_PC, sums_C, 1)):
+            _column_sum_kernel[(parts, grid)](of, to, len(of), C=size, BR=_SUM_ROWS,
+                                              BC=_GELU_COLUMNS)
+    return sums_C
 
 
 class _BiasedGelu(Function):

@@ -20,11 +20,11 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -40,8 +40,7 @@ _MOST_SECONDS = 600  # of a check; compiling takes about one minute
 _MOST_CHARACTERS = 8000  # of the error of a compiler, which may print a whole program
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the check found, in words for the log; of a failure also where."""
 
     passed: bool
@@ -67,16 +66,18 @@ def check(request: tuple, compare: Callable[..., tuple[float, str]]) -> Verdict:
     device, dtype, size, state, *others, _ = request
     if missing := missing_tools():
         return _failed(device, missing)
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     path, types = results_file(), f"{str(dtype)[6:]} into {str(state or dtype)[6:]}"
-    key = (f"{_platform(device)}, kernels {_digest(SOURCES)}, {compare.__name__}, {types}, "
-           f"size {size}, {others}")
+    key = (f"{card}, torch {torch.__version__}, triton {metadata.version('triton')}, kernels "
+           f"{_digest(SOURCES)}, {compare.__name__}, {types}, size {size}, {others}")
     if key not in verdicts and key in (known := _read(path)):
         verdicts[key] = Verdict(True, f"{known[key]}, kept in {path}")
     if key not in verdicts:
         start = time.perf_counter()
         found = verdicts[key] = _run(request, compare)
         if found.passed:
-            _keep(path, _read(path) | {key: found.text})
+            with suppress(OSError):  # a disk that is full: the next run checks again
+                write_atomic(path, json.dumps(_read(path) | {key: found.text}, indent=1) + "\n")
             seconds = time.perf_counter() - start
             verdicts[key] = Verdict(True, f"{found.text}, in {seconds:.1f} s")
     return verdicts[key]
@@ -121,14 +122,6 @@ def _failed(device: torch.device, text: str) -> Verdict:
     return Verdict(False, f"on {socket.gethostname()}, {device}: {text}")
 
 
-def _answer() -> None:
-    """Be the process that `_run` starts."""
-    request, compare = pickle.load(sys.stdin.buffer)
-    device = request.device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        print(json.dumps(compare(request)))
-
-
 def interpreted() -> bool:
     """Return whether Triton runs its kernels on the CPU, as tests have it."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -158,12 +151,6 @@ def results_file() -> Path:
     return temporary_directory() / "kernels.json"
 
 
-def _platform(device: torch.device) -> str:
-    """Return what compiles and runs a kernel."""
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{card}, torch {torch.__version__}, triton {metadata.version('triton')}"
-
-
 @cache
 def _digest(sources: tuple[Path, ...]) -> str:
     """Return a digest of all files that a kernel and its truth are made of."""
@@ -182,12 +169,7 @@ def _read(path: Path) -> dict[str, str]:
     return known if isinstance(known, dict) else {}
 
 
-def _keep(path: Path, known: dict[str, str]) -> None:
-    try:
-        write_atomic(path, json.dumps(known, indent=1) + "\n")
-    except OSError:
-        pass  # a disk that is full: the next run checks again
-
-
-if __name__ == "__main__":
-    _answer()
+if __name__ == "__main__":  # the process that `_run` starts
+    asked, function = pickle.load(sys.stdin.buffer)
+    with torch.cuda.device(asked.device) if asked.device.type == "cuda" else nullcontext():
+        print(json.dumps(function(asked)))

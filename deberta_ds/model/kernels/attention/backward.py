@@ -36,10 +36,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=VARIES)
 def query_kernel(Q, K, V, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, OUT, DQ, D_C2P_EDGES, Q_SEGMENT,
-                 Q_START, Q_STOP, K_SEGMENT, DROPPED, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-                 NQ, NK, H, SPAN, scale, keep_scale, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
-                 DROPOUT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                 PRECISION: tl.constexpr):
+                 SEEN, K_SEGMENT, DROPPED, NQ, NK, H, SPAN, scale, keep_scale,
+                 HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
+                 D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of queries and the keys beyond the band: DQ [B,NQ,H,D], D_C2P_EDGES [2,B,H,NQ].
 
     Also writes ROW_DOT, which the key kernel reads, so launch this one first.
@@ -49,14 +48,14 @@ def query_kernel(Q, K, V, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, OUT, DQ, D_C
     i0 = tl.program_id(0) * BM
     wide, batch_heads = bh.to(tl.int64), tl.num_programs(1).to(tl.int64)
     d = tl.arange(0, D)
-    K, V = head_of(K, b, h, k_b, k_h), head_of(V, b, h, v_b, v_h)
+    keys, values = head_of(K, b, h), head_of(V, b, h)
     DROPPED, rows = words_of(DROPPED, bh, NQ, NK)
     i = i0 + tl.arange(0, BM)
     in_rows = i < NQ
-    q = tl.load(head_of(Q, b, h, q_b, q_h) + i[:, None] * q_n + d[None, :],
+    q = tl.load(head_of(Q, b, h) + i[:, None] * Q.row + d[None, :],
                 mask=in_rows[:, None], other=0.0)
     segment_i = tl.load(Q_SEGMENT + b * NQ + i, mask=in_rows, other=0)
-    first, last = column_range(Q_START, Q_STOP, b * NQ, i, NQ, NK)
+    first, last = column_range(SEEN, b * NQ, i, NQ, NK)
     own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
     grad = tl.load(GRAD + own_rows, mask=in_rows[:, None], other=0.0)
     lse = tl.load(LSE + wide * NQ + i, mask=in_rows, other=float("inf"))
@@ -74,8 +73,8 @@ def query_kernel(Q, K, V, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, OUT, DQ, D_C
         j0 = tl.where(is_low, begin, high_begin - low_blocks * BN) + number * BN
         j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
         in_keys = j < NK
-        k = tl.load(K + j[:, None] * k_n + d[None, :], mask=in_keys[:, None], other=0.0)
-        v = tl.load(V + j[:, None] * v_n + d[None, :], mask=in_keys[:, None], other=0.0)
+        k = tl.load(keys + j[:, None] * K.row + d[None, :], mask=in_keys[:, None], other=0.0)
+        v = tl.load(values + j[:, None] * V.row + d[None, :], mask=in_keys[:, None], other=0.0)
         segment_j = tl.load(K_SEGMENT + b * NK + j, mask=in_keys, other=0)
         bias = far_bias(
             C2P_EDGES + wide * NQ, P2C_EDGES + wide * NK, is_low, i, NQ, j, NK, batch_heads,
@@ -112,7 +111,7 @@ def row_dot_kernel(GRAD, OUT, ROW_DOT, NQ, H, D: tl.constexpr, BM: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=VARIES)
-def content_kernel(D_SCORES, K, DQ, Q_START, Q_STOP, k_b, k_h, k_n, NQ, NK, H, SPAN,
+def content_kernel(D_SCORES, K, DQ, SEEN, NQ, NK, H, SPAN,
                    FAR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
                    PRECISION: tl.constexpr):
     """One block of queries: DQ [B,NQ,H,D] of the pairs in the band; FAR: DQ has the others'."""
@@ -121,8 +120,8 @@ def content_kernel(D_SCORES, K, DQ, Q_START, Q_STOP, k_b, k_h, k_n, NQ, NK, H, S
     i, d = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, D)
     in_rows = i < NQ
     width, elements = bias_shape(NQ, SPAN, NK)
-    K = head_of(K, b, h, k_b, k_h)
-    begin, low, count = row_vectors(Q_START, Q_STOP, b * NQ, i, NQ, SPAN, NK, width)
+    keys = head_of(K, b, h)
+    begin, low, count = row_vectors(SEEN, b * NQ, i, NQ, SPAN, NK, width)
     own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
     acc = tl.zeros([BR, D], tl.float32)
     if FAR:
@@ -132,7 +131,7 @@ def content_kernel(D_SCORES, K, DQ, Q_START, Q_STOP, k_b, k_h, k_n, NQ, NK, H, S
         j = tl.multiple_of(j0, BC) + tl.arange(0, BC)
         place, own = vectors(begin, low, count, tl.zeros([BR], tl.int32) + j0 // 8, BC // 8)
         gradient = tl.load(D_SCORES + bh * elements + place, mask=own, other=0.0)
-        k = tl.load(K + j[:, None] * k_n + d[None, :], mask=(j < NK)[:, None], other=0.0)
+        k = tl.load(keys + j[:, None] * K.row + d[None, :], mask=(j < NK)[:, None], other=0.0)
         acc = tl.dot(tl.reshape(gradient, [BR, BC]), k, acc, input_precision=PRECISION)
     tl.store(DQ + own_rows, acc.to(DQ.dtype.element_ty), mask=in_rows[:, None])
 
@@ -164,16 +163,15 @@ def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, DROPPED, q_n, g_n, i, j0, rows, NQ, b
 
 @triton.jit(do_not_specialize=VARIES)
 def key_kernel(Q, K, V, SUMS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV, D_C2P, D_P2C,
-               D_P2C_EDGES, Q_SEGMENT, COVER_START, COVER_STOP, K_SEGMENT, DROPPED, q_b, q_h, q_n,
-               k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H, SPAN, scale, keep_scale,
+               Q_SEGMENT, COVER, K_SEGMENT, DROPPED, NQ, NK, H, SPAN, scale, keep_scale,
                HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
                FAR: tl.constexpr, GATHERED: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
                BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of keys: content part of DK, DV [B,NK,H,D], the score gradients D_C2P [i, j] and,
-    unless GATHERED, D_P2C [j, i] and D_P2C_EDGES [2,B,H,NK].
+    unless GATHERED, D_P2C [j, i] with its edges.
 
-    SUMS: see `forward_kernel`; it has the masks, too. [COVER_START, COVER_STOP) are the queries of
-    all documents whose first and last token enclose the key.
+    SUMS: see `forward_kernel`; it has the masks, too. COVER: the queries of all documents whose
+    first and last token enclose the key.
     """
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -188,21 +186,23 @@ def key_kernel(Q, K, V, SUMS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV, 
     base, end = band_edges(j0, reach, NQ)
     width, elements = bias_shape(NK, reach, NQ)
     SUMS += bh * elements
-    D_P2C += bh * elements
+    d_p2c = D_P2C.bias + bh * elements
     own_vectors = j0 * width - base + vector_places(width, BN, BM, True)
     c2p_width, elements = bias_shape(NQ, reach, NK)
     D_C2P += bh * elements + j0
     c2p_vectors = vector_places(c2p_width, BM, BN, True)
-    Q, K, V = head_of(Q, b, h, q_b, q_h), head_of(K, b, h, k_b, k_h), head_of(V, b, h, v_b, v_h)
     GRAD += (b.to(tl.int64) * NQ * H + h) * D
     LSE += wide * NQ
     ROW_DOT += wide * NQ
     DROPPED, rows = words_of(DROPPED, bh, NQ, NK)
-    k = tl.load(K + j[:, None] * k_n + d[None, :], mask=in_keys[:, None], other=0.0)
-    v = tl.load(V + j[:, None] * v_n + d[None, :], mask=in_keys[:, None], other=0.0)
+    queries = head_of(Q, b, h)
+    k = tl.load(head_of(K, b, h) + j[:, None] * K.row + d[None, :], mask=in_keys[:, None],
+                other=0.0)
+    v = tl.load(head_of(V, b, h) + j[:, None] * V.row + d[None, :], mask=in_keys[:, None],
+                other=0.0)
     first, last = 0, NQ
     if not GATHERED:
-        first, last = column_range(COVER_START, COVER_STOP, b * NK, j, NK, NQ)
+        first, last = column_range(COVER, b * NK, j, NK, NQ)
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
         first, last, base, end, BM, FAR)
     low = tl.zeros([BN], tl.float32)
@@ -214,11 +214,11 @@ def key_kernel(Q, K, V, SUMS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV, 
         i = i0 + shuffled(tl.arange(0, BM))
         bias = from_vectors(tl.load(SUMS + i0 + own_vectors), BN, BM).to(tl.float32)
         acc_k, acc_v, d_scores = _key_step(
-            k, v, Q, GRAD, LSE, ROW_DOT, DROPPED, q_n, H * D, i, j0, rows, NQ, bias, scale,
+            k, v, queries, GRAD, LSE, ROW_DOT, DROPPED, Q.row, H * D, i, j0, rows, NQ, bias, scale,
             keep_scale, acc_k, acc_v, DROPOUT, BN, D, PRECISION)
         gradient = d_scores.to(D_C2P.dtype.element_ty)
         if HAS_P2C:
-            tl.store(D_P2C + i0 + own_vectors, to_vectors(gradient))
+            tl.store(d_p2c + i0 + own_vectors, to_vectors(gradient))
         c2p_first = i0 * c2p_width - band_edges(i0, reach, NK)[0]
         tl.store(D_C2P + c2p_first + c2p_vectors, to_vectors(tl.trans(gradient)))
     if FAR:
@@ -234,7 +234,7 @@ def key_kernel(Q, K, V, SUMS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV, 
                 HAS_P2C, HAS_C2P)
             allowed = (segment_j[:, None] == segment_i[None, :]) & (segment_j != 0)[:, None]
             acc_k, acc_v, d_scores = _key_step(
-                k, v, Q, GRAD, LSE, ROW_DOT, DROPPED, q_n, H * D, i, j0, rows, NQ,
+                k, v, queries, GRAD, LSE, ROW_DOT, DROPPED, Q.row, H * D, i, j0, rows, NQ,
                 tl.where(allowed, bias, float("-inf")), scale, keep_scale, acc_k, acc_v, DROPOUT,
                 BN, D, PRECISION)
             sums = tl.sum(d_scores, 1)
@@ -245,5 +245,5 @@ def key_kernel(Q, K, V, SUMS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV, 
     acc_v *= keep_scale
     tl.store(DV + own_keys, acc_v.to(DV.dtype.element_ty), mask=in_keys[:, None])
     if HAS_P2C and FAR:
-        tl.store(D_P2C_EDGES + wide * NK + j, low, mask=in_keys)
-        tl.store(D_P2C_EDGES + (batch_heads + wide) * NK + j, high, mask=in_keys)
+        tl.store(D_P2C.edges + wide * NK + j, low, mask=in_keys)
+        tl.store(D_P2C.edges + (batch_heads + wide) * NK + j, high, mask=in_keys)

@@ -6,6 +6,8 @@ a flash kernel covers at most one group of rows and one of columns, so it is den
 matrices or in neither.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -30,26 +32,35 @@ _STEP, WORD = tl.constexpr(DIGIT_STEP & 0xFFFFFFFF), tl.constexpr(WORD_KEYS)
 # Scalar bases and 32-bit offsets everywhere: tiles of 64-bit addresses would fill the registers.
 
 
+# Structs of kernels' arguments. Counts of rows stay out of them: Triton would compile another
+# binary for each that is 1 or a multiple of 16, whatever `do_not_specialize` says.
+Vectors = namedtuple("Vectors", "data batch head row")  # [B,H,rows,D], and its strides
+# Of a position term, scaled, or of the gradient of the unscaled one: the pairs within the band
+# [B,H,rows,W], and the terms of all pairs before and behind it, fp32 [2,B,H,rows].
+Term = namedtuple("Term", "bias edges")
+Bounds = namedtuple("Bounds", "start stop")  # of ranges of columns, [B,rows]: first, last + 1
+
+
 @triton.jit
-def column_range(STARTS, STOPS, base, rows, count, limit):
+def column_range(BOUNDS, base, rows, count, limit):
     """Return the range of columns that any of these rows attends to; start = stop: none."""
     inside = rows < count
-    starts = tl.load(STARTS + base + rows, mask=inside, other=0)
-    stops = tl.load(STOPS + base + rows, mask=inside, other=0)
+    starts = tl.load(BOUNDS.start + base + rows, mask=inside, other=0)
+    stops = tl.load(BOUNDS.stop + base + rows, mask=inside, other=0)
     first = tl.min(tl.where(stops > starts, starts, limit), 0)
     return first, tl.max(stops, 0)
 
 
 @triton.jit
-def run_of(RUN_START, RUN_STOP, b, first, COUNT: tl.constexpr, NK, GATHERED: tl.constexpr):
+def run_of(RUN, b, first, COUNT: tl.constexpr, NK, GATHERED: tl.constexpr):
     """Return the columns that all of COUNT columns from `first` on attend to without a mask.
 
     That is the run of one segment around them; 0, 0 if they are no part of one run.
     """
     start, stop = 0, 0
     if not GATHERED:
-        start = tl.load(RUN_START + b * NK + first)
-        stop = tl.load(RUN_STOP + b * NK + first)
+        start = tl.load(RUN.start + b * NK + first)
+        stop = tl.load(RUN.stop + b * NK + first)
         stop = tl.where(first + COUNT <= stop, stop, 0)
     return start, stop
 
@@ -88,7 +99,7 @@ def words_of(WORDS, bh, NQ, NK):
 
 
 @triton.jit(do_not_specialize=["threshold", "NQ", "NK", "H"])
-def dropped_kernel(WORDS, START, STOP, SEED, threshold, NQ, NK, H, DIGITS: tl.constexpr,
+def dropped_kernel(WORDS, SEEN, SEED, threshold, NQ, NK, H, DIGITS: tl.constexpr,
                    BR: tl.constexpr, BW: tl.constexpr):
     """WORDS [B,H,W,rows]: `dropout.dropped_words`, transposed, of what these queries attend to."""
     bh = tl.program_id(1)
@@ -97,7 +108,7 @@ def dropped_kernel(WORDS, START, STOP, SEED, threshold, NQ, NK, H, DIGITS: tl.co
     counter = bh.to(tl.int64) << 32
     row_bits = _random_bits(i.to(tl.int64) + counter, start)
     WORDS, rows = words_of(WORDS, bh, NQ, NK)
-    first, last = column_range(START, STOP, bh // H * NQ, i, NQ, NK)
+    first, last = column_range(SEEN, bh // H * NQ, i, NQ, NK)
     for w0 in range(first // WORD, tl.cdiv(last, WORD), BW):
         column_bits = _random_bits((w0 + w).to(tl.int64) + (counter + (1 << 31)), start)
         sums = row_bits[:, None] + column_bits[None, :]
@@ -212,6 +223,6 @@ def far_bias(OWN_EDGES, OTHER_EDGES, is_low, own, own_count, other, other_count,
 
 
 @triton.jit
-def head_of(X, b, h, x_b, x_h):
+def head_of(X, b, h):
     """Return the pointer to one head of one batch row."""
-    return X + b.to(tl.int64) * x_b + h * x_h
+    return X.data + b.to(tl.int64) * X.batch + h * X.head

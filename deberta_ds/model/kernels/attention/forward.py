@@ -91,13 +91,11 @@ def _sum_of_tiles(C2P, P2C, i, j, column, first_i, width, HAS_C2P: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=VARIES)
-def forward_kernel(Q, K, V, C2P, P2C, SUMS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SEGMENT, Q_POSITION,
-                   Q_START, Q_STOP, K_SEGMENT, COVER_START, COVER_STOP, RUN_START, RUN_STOP,
-                   DROPPED, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H, SPAN, scale,
-                   keep_scale, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, KEEP: tl.constexpr,
-                   ONLY_SUMS: tl.constexpr, DROPOUT: tl.constexpr, FAR: tl.constexpr,
-                   GATHERED: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                   PRECISION: tl.constexpr):
+def forward_kernel(Q, K, V, C2P, P2C, SUMS, OUT, LSE, Q_SEGMENT, Q_POSITION, SEEN, K_SEGMENT, COVER,
+                   RUN, DROPPED, NQ, NK, H, SPAN, scale, keep_scale, HAS_C2P: tl.constexpr,
+                   HAS_P2C: tl.constexpr, KEEP: tl.constexpr, ONLY_SUMS: tl.constexpr,
+                   DROPOUT: tl.constexpr, FAR: tl.constexpr, GATHERED: tl.constexpr,
+                   D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of queries: OUT [B,NQ,H,D] and the base-2 logsumexp LSE [B,H,NQ].
 
     KEEP: SUMS becomes the sum of both bias matrices, transposed, -inf where a query does not see
@@ -110,33 +108,33 @@ def forward_kernel(Q, K, V, C2P, P2C, SUMS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SE
     i0 = tl.program_id(0) * BM
     wide = bh.to(tl.int64)
     d = tl.arange(0, D)
-    K, V = head_of(K, b, h, k_b, k_h), head_of(V, b, h, v_b, v_h)
+    keys, values, c2p = head_of(K, b, h), head_of(V, b, h), C2P.bias
     K_SEGMENT += b * NK
     DROPPED, rows = words_of(DROPPED, bh, NQ, NK)
     i, r = i0 + shuffled(tl.arange(0, BM)), i0 + tl.arange(0, BM)  # the same queries
     in_rows = i < NQ
-    q = tl.load(head_of(Q, b, h, q_b, q_h) + i[:, None] * q_n + d[None, :],
+    q = tl.load(head_of(Q, b, h) + i[:, None] * Q.row + d[None, :],
                 mask=in_rows[:, None], other=0.0)
-    first, last = column_range(Q_START, Q_STOP, b * NQ, r, NQ, NK)
+    first, last = column_range(SEEN, b * NQ, r, NQ, NK)
     reach = SPAN
     if GATHERED:
         reach = (tl.maximum(NQ, NK) + GROUP - 1) // GROUP  # all columns
     base, end = band_edges(i0, reach, NK)
     width, elements = bias_shape(NQ, reach, NK)
-    P2C += bh * elements
+    p2c = P2C.bias + bh * elements
     sums_width, sums_elements = bias_shape(NK, reach, NQ)
     SUMS += bh * sums_elements
     outer_first, outer_last = 0, NK
     if GATHERED:
         columns = 2 * table_radius(SPAN, NK)
-        C2P += (h * (tl.num_programs(1) // H) + b).to(tl.int64) * NQ * columns
+        c2p += (h * (tl.num_programs(1) // H) + b).to(tl.int64) * NQ * columns
         position = tl.load(Q_POSITION + b * NQ + i, mask=in_rows, other=0)
     else:
-        C2P += bh * elements
-        outer_first, outer_last = column_range(COVER_START, COVER_STOP, b * NK, r, NK, NK)
+        c2p += bh * elements
+        outer_first, outer_last = column_range(COVER, b * NK, r, NK, NK)
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
         first, last, base, end, BN, FAR and not GATHERED)
-    run_start, run_stop = run_of(RUN_START, RUN_STOP, b, i0, BM, NK, GATHERED)
+    run_start, run_stop = run_of(RUN, b, i0, BM, NK, GATHERED)
     m_i = tl.full([BM], float("-inf"), tl.float32)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
@@ -144,7 +142,7 @@ def forward_kernel(Q, K, V, C2P, P2C, SUMS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SE
         segment_r = tl.load(Q_SEGMENT + b * NQ + r, mask=r < NQ, other=0)
         for j0 in range(near_begin, near_end, BN):
             if (j0 < run_start) | (j0 + BN > run_stop):
-                _mask_tiles(C2P, P2C, K_SEGMENT, r, segment_r, base, j0, width, reach, NQ, NK,
+                _mask_tiles(c2p, p2c, K_SEGMENT, r, segment_r, base, j0, width, reach, NQ, NK,
                             HAS_C2P, HAS_P2C, BN)
         tl.debug_barrier()  # the loop reads what other threads have written
     for j0 in range(near_begin, near_end, BN):
@@ -152,22 +150,22 @@ def forward_kernel(Q, K, V, C2P, P2C, SUMS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SE
         j = j0 + tl.arange(0, BN)
         first_i = i0 - band_edges(j0, reach, NQ)[0]
         if GATHERED:
-            bias = tl.load(P2C + (i[:, None] * width + j[None, :]))
+            bias = tl.load(p2c + (i[:, None] * width + j[None, :]))
             if HAS_C2P:
                 column = j[None, :] + (columns // 2 - position)[:, None]
                 column = tl.minimum(tl.maximum(column, 0), columns - 1)
                 bias += tl.load(
-                    C2P + (i[:, None] * columns + column), mask=in_rows[:, None], other=0.0)
+                    c2p + (i[:, None] * columns + column), mask=in_rows[:, None], other=0.0)
         else:
             bias = _sum_of_tiles(
-                C2P, P2C, i, j, j - base, first_i, width, HAS_C2P, HAS_P2C, BM)
+                c2p, p2c, i, j, j - base, first_i, width, HAS_C2P, HAS_P2C, BM)
         if KEEP:
             tl.store(
                 SUMS + (j0 * sums_width + first_i) + vector_places(sums_width, BN, BM, False),
                 to_vectors(tl.trans(bias)))
         if not ONLY_SUMS:
-            m_i, l_i, acc = _step(q, K, V, DROPPED, k_n, v_n, i, j, j0, rows, NK, bias, scale, m_i,
-                                  l_i, acc, DROPOUT, D, PRECISION)
+            m_i, l_i, acc = _step(q, keys, values, DROPPED, K.row, V.row, i, j, j0, rows, NK, bias,
+                                  scale, m_i, l_i, acc, DROPOUT, D, PRECISION)
     if KEEP:  # what the key kernel reads besides
         for j0 in range(tl.maximum(outer_first // GROUP * GROUP, base),
                         tl.minimum((outer_last + GROUP - 1) // GROUP * GROUP, end), BN):
@@ -184,14 +182,14 @@ def forward_kernel(Q, K, V, C2P, P2C, SUMS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SE
             j0 = tl.multiple_of(j0, BN)
             j = j0 + tl.arange(0, BN)
             bias = far_bias(
-                C2P_EDGES + wide * NQ, P2C_EDGES + wide * NK, is_low, i, NQ, j, NK, batch_heads,
+                C2P.edges + wide * NQ, P2C.edges + wide * NK, is_low, i, NQ, j, NK, batch_heads,
                 HAS_C2P, HAS_P2C)
             segment_j = tl.load(K_SEGMENT + j, mask=j < NK, other=0)
             if (j0 < run_start) | (j0 + BN > run_stop):
                 allowed = (segment_i[:, None] == segment_j[None, :]) & (segment_i != 0)[:, None]
                 bias = tl.where(allowed, bias, float("-inf"))
-            m_i, l_i, acc = _step(q, K, V, DROPPED, k_n, v_n, i, j, j0, rows, NK, bias, scale, m_i,
-                                  l_i, acc, DROPOUT, D, PRECISION)
+            m_i, l_i, acc = _step(q, keys, values, DROPPED, K.row, V.row, i, j, j0, rows, NK, bias,
+                                  scale, m_i, l_i, acc, DROPOUT, D, PRECISION)
     if not ONLY_SUMS:
         seen = l_i > 0
         l_safe = tl.where(seen, l_i, 1.0)

@@ -17,9 +17,9 @@ from deberta_ds.model.kernels.attention.forward import VARIES
 
 
 @triton.jit(do_not_specialize=VARIES)
-def columns_kernel(BIAS, EDGES, OUT, SEGMENT, POSITION, K_SEGMENT, NQ, NK, H, SPAN,
+def columns_kernel(TERM, OUT, SEGMENT, POSITION, K_SEGMENT, NQ, NK, H, SPAN,
                    HAS_BIAS: tl.constexpr, FAR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """OUT [B,H,NQ,NK], in whole groups: the bias of keys BIAS at the queries' columns, or zero."""
+    """OUT [B,H,NQ,NK], in whole groups: the bias of keys TERM at the queries' columns, or zero."""
     bh, batch_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     b = tl.program_id(1) // H
     i = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -35,10 +35,10 @@ def columns_kernel(BIAS, EDGES, OUT, SEGMENT, POSITION, K_SEGMENT, NQ, NK, H, SP
             base, end = band_edges(j0, SPAN, NK)
             column = tl.minimum(tl.maximum(position, base), end - 1) - base
             place = j[:, None] * width + column[None, :]
-            term = tl.load(BIAS + bh * elements + place).to(tl.float32)
+            term = tl.load(TERM.bias + bh * elements + place).to(tl.float32)
             if FAR:
-                low = tl.load(EDGES + bh * NK + j, mask=j < NK, other=0.0)
-                high = tl.load(EDGES + (batch_heads + bh) * NK + j, mask=j < NK, other=0.0)
+                low = tl.load(TERM.edges + bh * NK + j, mask=j < NK, other=0.0)
+                high = tl.load(TERM.edges + (batch_heads + bh) * NK + j, mask=j < NK, other=0.0)
                 term = tl.where((position < base)[None, :], low[:, None], term)
                 term = tl.where((position >= end)[None, :], high[:, None], term)
             term = tl.trans(term)
@@ -81,7 +81,7 @@ def skew_kernel(D_SCORES, OUT, POSITION, NQ, NK, H, SPAN, FAR: tl.constexpr, BR:
 
 
 @triton.jit(do_not_specialize=VARIES)
-def spread_kernel(D_SCORES, D_BIAS, D_EDGES, POSITION, NQ, NK, H, SPAN, FAR: tl.constexpr,
+def spread_kernel(D_SCORES, D_TERM, POSITION, NQ, NK, H, SPAN, FAR: tl.constexpr,
                   BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients of the keys' bias from score gradients [B,H,NQ,NK]; equal columns are summed.
 
@@ -106,7 +106,7 @@ def spread_kernel(D_SCORES, D_BIAS, D_EDGES, POSITION, NQ, NK, H, SPAN, FAR: tl.
             one_hot = (position[:, None] == y[None, :]).to(gradient.dtype)
             acc = tl.dot(tl.trans(gradient), one_hot, acc, input_precision=PRECISION)
         place = r[:, None] * width + (y - base)[None, :]
-        tl.store(D_BIAS + bh * elements + place, acc.to(D_BIAS.dtype.element_ty))
+        tl.store(D_TERM.bias + bh * elements + place, acc.to(D_TERM.bias.dtype.element_ty))
     if FAR:
         low = tl.zeros([BR], tl.float32)
         high = tl.zeros([BR], tl.float32)
@@ -117,5 +117,5 @@ def spread_kernel(D_SCORES, D_BIAS, D_EDGES, POSITION, NQ, NK, H, SPAN, FAR: tl.
             position = tl.load(POSITION + b * NQ + i, mask=i < NQ, other=base)
             low += tl.sum(tl.where((position < base)[:, None], gradient, 0.0), 0)
             high += tl.sum(tl.where((position >= end)[:, None], gradient, 0.0), 0)
-        tl.store(D_EDGES + bh * NK + r, low, mask=r < NK)
-        tl.store(D_EDGES + (batch_heads + bh) * NK + r, high, mask=r < NK)
+        tl.store(D_TERM.edges + bh * NK + r, low, mask=r < NK)
+        tl.store(D_TERM.edges + (batch_heads + bh) * NK + r, high, mask=r < NK)

@@ -4,8 +4,6 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, C rows of an exp
 columns of a bias matrix.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -19,6 +17,7 @@ from deberta_ds.model.kernels.attention import (
     gathered,
     position_bias,
 )
+from deberta_ds.model.kernels.attention.blocks import Bounds, Term, Vectors
 from deberta_ds.model.kernels.attention.tiles import (
     COLUMN_TILES,
     Tile,
@@ -106,10 +105,10 @@ def _forward(q, k, v, terms, sums, results, query_facts, key_facts, dropped, ban
     tile, far = _tile(q, k, "forward", gathered, band), band.far and not gathered
     has = [term.bias.numel() > 0 for term in terms]
     forward.forward_kernel[(ceil_div(q.shape[2], tile.block_m), q.shape[0] * q.shape[1])](
-        q, k, v, *(x.bias for x in terms), sums, *(x.edges for x in terms), *results[:2],
-        *query_facts, key_facts[0], *key_facts[3:], dropped,
-        *_numbers(q, k, v, band.span, scale * LOG2_E, dropout), KEEP=keep, ONLY_SUMS=only_sums,
-        GATHERED=gathered, **_constants(q, has, dropout, far, tile))
+        *map(_vectors, (q, k, v)), *terms, sums, *results[:2], *query_facts[:2],
+        Bounds(*query_facts[2:]), key_facts[0], Bounds(*key_facts[3:5]), Bounds(*key_facts[5:]),
+        dropped, *_numbers(q, k, band.span, scale * LOG2_E, dropout), KEEP=keep,
+        ONLY_SUMS=only_sums, GATHERED=gathered, **_constants(q, has, dropout, far, tile))
 
 
 def _has(c2p_table: Tensor | None, p2c_table: Tensor | None, p2c: Tensor | None = None
@@ -167,27 +166,28 @@ def attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor
                  dropout, False, True, True)
     far, has = band.far and not gathered, _has(c2p_table, p2c_table, p2c)
     span = max(padded(queries), padded(keys)) // GROUP_COLUMNS if gathered else band.span
-    d_c2p = _Term(q.new_empty(batch, heads, padded(queries), padded(keys) if gathered else
+    d_c2p = Term(q.new_empty(batch, heads, padded(queries), padded(keys) if gathered else
                               band.width(keys)), _empty_edges(q, band, not gathered))
     d_p2c = _empty_term(k, p2c_table is not None, keys, band)
-    numbers = _numbers(q, k, v, span, scale, dropout)
+    numbers, seen = _numbers(q, k, span, scale, dropout), Bounds(*query_facts[2:])
+    vectors = [_vectors(x) for x in (q, k, v)]
     if far:  # first: it also fills row_dot
         tile = _tile(q, k, "query", False, band)
         backward.query_kernel[(ceil_div(queries, tile.block_m), batch * heads)](
-            q, k, v, *edges, grad, lse, row_dot, out, dq, d_c2p.edges, query_facts[0],
-            *query_facts[2:], key_facts[0], dropped, *numbers,
+            *vectors, *edges, grad, lse, row_dot, out, dq, d_c2p.edges, query_facts[0], seen,
+            key_facts[0], dropped, *numbers,
             **_constants(q, has, dropout, None, tile))
     else:
         backward.row_dot_kernel[(ceil_div(queries, _ROW_DOT_ROWS), batch * heads)](
             grad, out, row_dot, queries, heads, D=size, BM=_ROW_DOT_ROWS)
     tile = _tile(q, k, "key", gathered, band)
     backward.key_kernel[(ceil_div(keys, tile.block_n), batch * heads)](
-        q, k, v, sums, *edges, grad, lse, row_dot, dk, dv, d_c2p.bias, d_p2c.bias, d_p2c.edges,
-        query_facts[0], *key_facts[3:5], key_facts[0], dropped, *numbers, GATHERED=gathered,
+        *vectors, sums, *edges, grad, lse, row_dot, dk, dv, d_c2p.bias, d_p2c, query_facts[0],
+        Bounds(*key_facts[3:5]), key_facts[0], dropped, *numbers, GATHERED=gathered,
         **_constants(q, (has[0], p2c_table is not None), dropout, far, tile))
     tile = choose_product_tile(capability_of(q.device), size, "content")
     backward.content_kernel[(ceil_div(queries, tile.block_m), batch * heads)](
-        d_c2p.bias, k, dq, *query_facts[2:], *k.stride()[:3], queries, keys, heads, span, FAR=far,
+        d_c2p.bias, vectors[1], dq, seen, queries, keys, heads, span, FAR=far,
         **_product_constants(q, tile))
     d_tables = [q.new_empty(0), q.new_empty(0)]
     if c2p_table is not None:
@@ -205,7 +205,7 @@ def _dropped(q: Tensor, keys: int, query_facts: Tensor, seed: Tensor | None, dro
     words, (batch, heads, queries, _) = _empty_words(q, keys, dropout), q.shape
     if dropout:
         blocks.dropped_kernel[(ceil_div(queries, _DROPPED_ROWS), batch * heads)](
-            words, *query_facts[2:], seed, drop_threshold(dropout), queries, keys, heads,
+            words, Bounds(*query_facts[2:]), seed, drop_threshold(dropout), queries, keys, heads,
             DIGITS=DIGITS, BR=_DROPPED_ROWS, BW=_DROPPED_WORDS)
     return words
 
@@ -255,7 +255,7 @@ def gathered_bias(k: Tensor, p2c_table: Tensor | None, query_facts: Tensor, key_
     bias = _empty_bias(k, p2c_table, query_facts)
     tile = COLUMN_TILES["columns"]
     gathered.columns_kernel[(bias.shape[2] // tile.block_m, batch * heads)](
-        *term, bias, *query_facts[:2], key_facts[0], query_facts.shape[2], keys, heads, band.span,
+        term, bias, *query_facts[:2], key_facts[0], query_facts.shape[2], keys, heads, band.span,
         HAS_BIAS=p2c_table is not None, FAR=band.far, BR=tile.block_m, BC=tile.block_n)
     return bias
 
@@ -275,7 +275,7 @@ def gathered_bias_backward(grad: Tensor, k: Tensor, p2c_table: Tensor, query_fac
     d_term = _empty_term(k, True, keys, band)
     tile = choose_product_tile(capability_of(k.device), 64, "spread")
     gathered.spread_kernel[(ceil_div(keys, tile.block_m), batch * heads)](
-        grad.contiguous(), *d_term, query_facts[1], query_facts.shape[2], keys, heads, band.span,
+        grad.contiguous(), d_term, query_facts[1], query_facts.shape[2], keys, heads, band.span,
         FAR=band.far, BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(k),
         num_warps=tile.warps, num_stages=tile.stages)
     dk = _row_gradients(k, k, k)[0].zero_()
@@ -283,37 +283,30 @@ def gathered_bias_backward(grad: Tensor, k: Tensor, p2c_table: Tensor, query_fac
     return dk.transpose(1, 2), d_table
 
 
-class _Term(NamedTuple):
-    """One position term, scaled, or the gradient of the unscaled one, for the flash kernels."""
-
-    bias: Tensor  # [B,H,rows,W]: the pairs within the band
-    edges: Tensor  # fp32 [2,B,H,rows]: the terms of all pairs before and behind it
-
-
-def _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, scale) -> tuple[_Term, _Term]:
+def _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, scale) -> tuple[Term, Term]:
     """Return the content-to-position and the position-to-content term."""
     c2p = _term(q, c2p_table, query_facts[2:], band, scale)
     if c2p_table is None and p2c_table is None:  # for the masks
-        c2p = _Term(*(x.zero_() for x in _empty_term(q, True, k.shape[2], band)))
+        c2p = Term(*(x.zero_() for x in _empty_term(q, True, k.shape[2], band)))
     return c2p, _term(k, p2c_table, key_facts[1:3], band, scale)
 
 
-def _term(x: Tensor, table: Tensor | None, facts, band: Band, scale: float) -> _Term:
+def _term(x: Tensor, table: Tensor | None, facts, band: Band, scale: float) -> Term:
     """Return scale x . T in powers of two; placeholders for an absent term. facts: START, STOP."""
     batch, heads, rows, size = x.shape
     term = _empty_term(x, table is not None, rows, band)
     if table is not None:
         tile = rows_tile(x, "bias")
         position_bias.bias_kernel[_rows_grid(x, tile)](
-            x, table, *term, *facts, *x.stride()[:3], rows, heads, band.span, scale * LOG2_E,
+            _vectors(x), table, term, Bounds(*facts), rows, heads, band.span, scale * LOG2_E,
             FAR=band.far, **_product_constants(x, tile))
     return term
 
 
-def _empty_term(x: Tensor, wanted: bool, keys: int, band: Band) -> _Term:
+def _empty_term(x: Tensor, wanted: bool, keys: int, band: Band) -> Term:
     """Return a term, or its gradient, that is not yet filled; placeholders where there is none."""
     shape = (*x.shape[:2], padded(x.shape[2]), band.width(keys)) if wanted else (0,)
-    return _Term(x.new_empty(shape), _empty_edges(x, band, wanted))
+    return Term(x.new_empty(shape), _empty_edges(x, band, wanted))
 
 
 def _empty_edges(x: Tensor, band: Band, wanted: bool) -> Tensor:
@@ -323,7 +316,7 @@ def _empty_edges(x: Tensor, band: Band, wanted: bool) -> Tensor:
 
 
 def _gathered_terms(q: Tensor, c2p_table: Tensor | None, p2c: Tensor, scale: float
-                    ) -> tuple[_Term, _Term]:
+                    ) -> tuple[Term, Term]:
     """Return the terms of gathered queries; content to position as [H,B x Q,C], by table row."""
     products, edges = q.new_empty(0), [q.new_empty(0, dtype=torch.float32) for _ in range(2)]
     if c2p_table is not None:
@@ -331,22 +324,22 @@ def _gathered_terms(q: Tensor, c2p_table: Tensor | None, p2c: Tensor, scale: flo
         products = q.new_empty(*rows.shape[:2], len(c2p_table))
         torch.baddbmm(products, rows, c2p_table.permute(1, 2, 0), beta=0, alpha=scale * LOG2_E,
                       out=products)
-    return _Term(products, edges[0]), _Term(p2c, edges[1])
+    return Term(products, edges[0]), Term(p2c, edges[1])
 
 
-def _collect(d_term: _Term, x, table: Tensor, dx, facts, keys: int, band: Band) -> Tensor:
+def _collect(d_term: Term, x, table: Tensor, dx, facts, keys: int, band: Band) -> Tensor:
     """Add the term's part to dx [B,rows,H,D], and return the table's gradient [C,H,D]."""
-    (batch, heads, rows, _), bounds = x.shape, facts[1:]
+    (batch, heads, rows, _), bounds = x.shape, Bounds(*facts[1:])
     tile = rows_tile(x, "rows")
     position_bias.row_gradient_kernel[_rows_grid(x, tile)](
-        d_term.bias, table, dx, d_term.edges, *bounds, rows, heads, band.span, FAR=band.far,
+        d_term, table, dx, bounds, rows, heads, band.span, FAR=band.far,
         **_product_constants(x, tile))
     tile = rows_tile(x, "table")
     blocks = _RESIDUES * ceil_div(len(table), tile.block_n)
     splits = min(batch, ceil_div(_PROGRAMS, blocks * heads))
     parts = torch.empty(_RESIDUES * splits, *table.shape, dtype=torch.float32, device=x.device)
     position_bias.table_gradient_kernel[(blocks, heads, splits)](
-        d_term.bias, x, parts, *bounds, *x.stride()[:3], batch, rows, heads, band.span,
+        d_term.bias, _vectors(x), parts, bounds, batch, rows, heads, band.span,
         **_product_constants(x, tile))
     d_table = parts.sum(0)
     if band.far:
@@ -354,7 +347,7 @@ def _collect(d_term: _Term, x, table: Tensor, dx, facts, keys: int, band: Band) 
     return d_table.to(x.dtype)
 
 
-def _collect_gathered(d_term: _Term, q, table: Tensor, dq, facts, keys: int, band: Band) -> Tensor:
+def _collect_gathered(d_term: Term, q, table: Tensor, dq, facts, keys: int, band: Band) -> Tensor:
     """Do as `_collect` for content to position of gathered queries."""
     batch, heads, queries, _ = q.shape
     by_row = q.new_empty(heads, batch * queries, len(table))
@@ -375,10 +368,13 @@ def _tile(q: Tensor, k: Tensor, direction: str, gathered: bool, band: Band) -> T
     return choose_tile(capability_of(q.device), q.shape[-1], longest, direction, gathered, band.far)
 
 
-def _numbers(q, k, v, span: int, scale: float, dropout: float) -> tuple:
+def _vectors(x: Tensor) -> Vectors:
+    return Vectors(x, *x.stride()[:3])
+
+
+def _numbers(q, k, span: int, scale: float, dropout: float) -> tuple:
     """Return the scalar arguments that the flash kernels share, in order."""
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    return *strides, q.shape[2], k.shape[2], q.shape[1], span, scale, 1 / (1 - dropout)
+    return q.shape[2], k.shape[2], q.shape[1], span, scale, 1 / (1 - dropout)
 
 
 def _constants(q, has, dropout, far: bool | None, tile: Tile) -> dict:

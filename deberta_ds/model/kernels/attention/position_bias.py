@@ -23,21 +23,21 @@ Names: D head size; table rows [C,H,D]; BR, BC tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.kernels.attention.blocks import band_edges, bias_shape, table_radius
+from deberta_ds.model.kernels.attention.blocks import band_edges, bias_shape, head_of, table_radius
 
 VARIES = ["N", "H", "SPAN", "B"]
 
 
 @triton.jit
-def row_vectors(START, STOP, rows, r, count, SPAN, N, width):
+def row_vectors(SEEN, rows, r, count, SPAN, N, width):
     """Return of rows r: where they begin in a matrix, less their band, first column and columns.
 
     All in vectors of 8; the columns are those that a row's tokens attend to, within the band.
     """
     inside = r < count
     base, end = band_edges(r, SPAN, N)
-    low = tl.maximum(tl.load(START + rows + r, mask=inside, other=0), base) // 8
-    high = (tl.minimum(tl.load(STOP + rows + r, mask=inside, other=0), end) + 7) // 8
+    low = tl.maximum(tl.load(SEEN.start + rows + r, mask=inside, other=0), base) // 8
+    high = (tl.minimum(tl.load(SEEN.stop + rows + r, mask=inside, other=0), end) + 7) // 8
     return r * (width // 8) - base // 8, low, tl.maximum(high - low, 0)
 
 
@@ -53,13 +53,13 @@ def vectors(begin, low, count, first, VECTORS: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_residue(START, STOP, rows, SPAN, N, width, BR: tl.constexpr, BC: tl.constexpr):
+def _rows_of_residue(SEEN, rows, SPAN, N, width, BR: tl.constexpr, BC: tl.constexpr):
     """Return this program's rows, their residue, first vectors of tile 0, `row_vectors`, and the
     range of tiles that they meet.
     """
     residue, radius = tl.program_id(0) % 8, table_radius(SPAN, N)
     a = tl.program_id(0) // 8 * BR + tl.arange(0, BR)
-    begin, low, count = row_vectors(START, STOP, rows, 8 * a + residue, N, SPAN, N, width)
+    begin, low, count = row_vectors(SEEN, rows, 8 * a + residue, N, SPAN, N, width)
     moved = a - radius // 8
     some = count > 0
     first = tl.min(tl.where(some, low - moved, radius // 4), 0) // (BC // 8)
@@ -68,25 +68,23 @@ def _rows_of_residue(START, STOP, rows, SPAN, N, width, BR: tl.constexpr, BC: tl
 
 
 @triton.jit(do_not_specialize=VARIES)
-def bias_kernel(X, TABLE, BIAS, EDGES, START, STOP, x_b, x_h, x_n, N, H, SPAN, scale,
-                FAR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-                PRECISION: tl.constexpr):
-    """BIAS [B,H,rows,width]; with FAR, EDGES [2,B,H,N]: the edge terms."""
+def bias_kernel(X, TABLE, TERM, SEEN, N, H, SPAN, scale, FAR: tl.constexpr, D: tl.constexpr,
+                BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
+    """Write a term; its edges with FAR alone."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
     d = tl.arange(0, D)
     width, elements = bias_shape(N, SPAN, N)
     columns = 2 * table_radius(SPAN, N)
     table = TABLE + h * D
-    bias = BIAS + bh * elements
+    bias = TERM.bias + bh * elements
     r, residue, moved, begin, low, count, first, last = _rows_of_residue(
-        START, STOP, b * N, SPAN, N, width, BR, BC)
+        SEEN, b * N, SPAN, N, width, BR, BC)
     inside = r < N
     x = tl.load(
-        X + b.to(tl.int64) * x_b + h * x_h + r[:, None] * x_n + d[None, :],
-        mask=inside[:, None], other=0.0)
+        head_of(X, b, h) + r[:, None] * X.row + d[None, :], mask=inside[:, None], other=0.0)
     if FAR:
-        edges = EDGES + bh.to(tl.int64) * N + r
+        edges = TERM.edges + bh.to(tl.int64) * N + r
         wide = x.to(tl.float32) * scale
         low_end = tl.load(table + d).to(tl.float32)
         high_end = tl.load(table + (columns - 1) * (H * D) + d).to(tl.float32)
@@ -97,15 +95,14 @@ def bias_kernel(X, TABLE, BIAS, EDGES, START, STOP, x_b, x_h, x_n, N, H, SPAN, s
         c = t * BC - residue + tl.arange(0, BC)
         rows = tl.load(table + c[None, :] * (H * D) + d[:, None],
                        mask=(c >= 0)[None, :], other=0.0)
-        term = (tl.dot(x, rows, input_precision=PRECISION) * scale).to(BIAS.dtype.element_ty)
+        term = (tl.dot(x, rows, input_precision=PRECISION) * scale).to(TERM.bias.dtype.element_ty)
         place, own = vectors(begin, low, count, t * (BC // 8) + moved, BC // 8)
         tl.store(bias + place, tl.reshape(term, [BR, BC // 8, 8]), mask=own)
 
 
 @triton.jit(do_not_specialize=VARIES)
-def row_gradient_kernel(D_BIAS, TABLE, DX, D_EDGES, START, STOP, N, H, SPAN, FAR: tl.constexpr,
-                        D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-                        PRECISION: tl.constexpr):
+def row_gradient_kernel(D_TERM, TABLE, DX, SEEN, N, H, SPAN, FAR: tl.constexpr, D: tl.constexpr,
+                        BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
     """Add the term's part to DX [B,N,H,D]: the gradient of the bias matrix times the table."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -113,14 +110,14 @@ def row_gradient_kernel(D_BIAS, TABLE, DX, D_EDGES, START, STOP, N, H, SPAN, FAR
     width, elements = bias_shape(N, SPAN, N)
     columns = 2 * table_radius(SPAN, N)
     table = TABLE + h * D
-    bias = D_BIAS + bh * elements
+    bias = D_TERM.bias + bh * elements
     r, residue, moved, begin, low, count, first, last = _rows_of_residue(
-        START, STOP, b * N, SPAN, N, width, BR, BC)
+        SEEN, b * N, SPAN, N, width, BR, BC)
     inside = r < N
     own_rows = DX + (b.to(tl.int64) * N * H + h) * D + (r[:, None] * (H * D) + d[None, :])
     acc = tl.load(own_rows, mask=inside[:, None], other=0.0).to(tl.float32)
     if FAR:
-        edges = D_EDGES + bh.to(tl.int64) * N + r
+        edges = D_TERM.edges + bh.to(tl.int64) * N + r
         sums = tl.load(edges, mask=inside, other=0.0)
         acc += sums[:, None] * tl.load(table + d).to(tl.float32)[None, :]
         sums = tl.load(edges + tl.num_programs(1).to(tl.int64) * N, mask=inside, other=0.0)
@@ -136,9 +133,8 @@ def row_gradient_kernel(D_BIAS, TABLE, DX, D_EDGES, START, STOP, N, H, SPAN, FAR
 
 
 @triton.jit(do_not_specialize=VARIES)
-def table_gradient_kernel(D_BIAS, X, D_TABLE, START, STOP, x_b, x_h, x_n, B, N, H, SPAN,
-                          D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-                          PRECISION: tl.constexpr):
+def table_gradient_kernel(D_BIAS, X, D_TABLE, SEEN, B, N, H, SPAN, D: tl.constexpr,
+                          BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
     """A block of table rows of one head: the part [C,H,D], in fp32, of the rows of one residue.
 
     D_TABLE has 8 parts for each of the S splits of the batch; split s takes sequences s, s + S, ...
@@ -152,16 +148,16 @@ def table_gradient_kernel(D_BIAS, X, D_TABLE, START, STOP, x_b, x_h, x_n, B, N, 
     last = tl.minimum((N + radius - t * BC + 7) // 8, (N + 7) // 8)
     for b in range(tl.program_id(2), B, tl.num_programs(2)):
         bias = D_BIAS + (b * H + h) * elements
-        x_rows = X + tl.cast(b, tl.int64) * x_b + h * x_h
+        x_rows = X.data + tl.cast(b, tl.int64) * X.batch + h * X.head
         for a0 in range(first, last, BR):
             a = a0 + tl.arange(0, BR)
             r = 8 * a + residue
-            begin, low, count = row_vectors(START, STOP, b * N, r, N, SPAN, N, width)
+            begin, low, count = row_vectors(SEEN, b * N, r, N, SPAN, N, width)
             place, own = vectors(
                 begin, low, count, t * (BC // 8) + a - radius // 8, BC // 8)
             gradient = tl.reshape(tl.load(bias + place, mask=own, other=0.0), [BR, BC])
             x = tl.load(
-                x_rows + r[:, None] * x_n + d[None, :], mask=(r < N)[:, None], other=0.0)
+                x_rows + r[:, None] * X.row + d[None, :], mask=(r < N)[:, None], other=0.0)
             acc = tl.dot(tl.trans(gradient), x, acc, input_precision=PRECISION)
     c = t * BC - residue + tl.arange(0, BC)
     part = tl.program_id(2) * 8 + residue
