@@ -108,6 +108,16 @@ def naming(path: str | Path) -> Iterator[None]:
                         f"({first_line(error)}); fetch or make it again") from error
 
 
+@contextmanager
+def of_extra(extra: str, what: str) -> Iterator[None]:
+    """Context of imports for `what` that come with an extra of setup.py, or a UserError says so."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{what} needs the package {error.name}, which is missing here: pip "
+                        f'install "deberta_ds[{extra}]"') from error
+
+
 def refuse_pipe(path: str | Path) -> None:
     """Raise UserError for a pipe, of which nobody may be at the other end, and for a device, which
     may never end.

@@ -257,8 +257,9 @@ def _port(job: str) -> str:
 
 def _need_mpi4py(what: str) -> None:
     if util.find_spec("mpi4py") is None:
-        raise UserError(f"{what}: needs mpi4py to find the ranks; pip install mpi4py, or pass "
-                        "MASTER_ADDR and MASTER_PORT (mpirun -x MASTER_ADDR=... )")
+        raise UserError(f"{what}: needs mpi4py to find the ranks; pip install "
+                        '"deberta_ds[mpi]", or pass MASTER_ADDR and MASTER_PORT '
+                        "(mpirun -x MASTER_ADDR=... )")
 
 
 def meet_mpi() -> None:

@@ -261,8 +261,8 @@ class InitConfig:
 class LogConfig:
     """Services that get the numbers of a run besides metrics.jsonl and TensorBoard."""
 
-    wandb: str = option("project of Weights & Biases (pip install wandb); empty: none", "")
-    mlflow: str = option("experiment of MLflow (pip install mlflow); empty: none", "")
+    wandb: str = option("project of Weights & Biases (needs wandb); empty: none", "")
+    mlflow: str = option("experiment of MLflow (needs mlflow-skinny); empty: none", "")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

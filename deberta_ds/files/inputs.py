@@ -14,7 +14,7 @@ from typing import Any
 
 import zstandard
 
-from deberta_ds.base.errors import UserError, first_line, refuse_pipe
+from deberta_ds.base.errors import UserError, first_line, of_extra, refuse_pipe
 from deberta_ds.files.remote import file_system, state_of, tried
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
@@ -160,10 +160,8 @@ class _Streamed(_RemoteFile):
 
 
 def _open_lz4(raw, path: str):
-    try:
+    with of_extra("archives", path):
         import lz4.frame
-    except ImportError as error:
-        raise UserError(f"{path}: needs the package lz4: pip install lz4") from error
     return lz4.frame.LZ4FrameFile(raw)
 
 
