@@ -1,5 +1,6 @@
 """Packaging metadata. Pinned versions of everything live in constraints.txt."""
 
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -27,7 +28,7 @@ EXTRAS = {
 
 setup(
     name="deberta_ds",
-    version="0.2.0",
+    version=runpy.run_path("deberta_ds/base/version.py")["__version__"],
     description="Pretrain, resume, export and fine-tune DeBERTa models on DeepSpeed",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

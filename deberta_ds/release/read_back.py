@@ -13,7 +13,6 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.json_files import read_json
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model.backbone import Backbone
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.relative_rows import as_transformers_reads
 from deberta_ds.release.release import Network, Release, build_backbone
@@ -60,7 +59,7 @@ def check_hugging_face(release: Release, out: Path) -> list[str]:
     for name, network in release.networks().items():
         directory = out / "generator" if name == "generator" else out
         model, loaded_as = _load_with_transformers(directory)
-        error = _hidden_state_error(build_backbone(network), model, network)
+        error = hidden_state_error(model, network)
         if not error <= TOLERANCE:
             raise UserError(f"{directory}: transformers computes other hidden states "
                             f"(relative difference {error:.1e}, allowed {TOLERANCE:.0e})")
@@ -107,9 +106,19 @@ def _load_with_transformers(directory: Path):
 
 
 @torch.no_grad()
-def _hidden_state_error(ours: Backbone, theirs, network: Network) -> float:
+def hidden_state_error(theirs, network: Network, of_source: bool = False) -> float:
+    """Return the largest difference of hidden states from those of transformers' model `theirs`,
+    relative to its largest; computed in the dtype of `theirs`.
+
+    of_source: `theirs` was read from the source, of whose relative table it reads other rows in
+    long texts (`changes_beyond_reach`); these are compared as it reads them.
+    """
     gaps = []
     for ids_BL, mask_BL in _sample_batches(network.config):
+        is_other = of_source and network.source_table is not None and bool(
+            network.config.position_buckets) and ids_BL.size(1) > network.config.largest_distance
+        ours = build_backbone(as_transformers_reads(network, ids_BL.size(1)) if is_other
+                              else network).to(theirs.dtype)
         expected = theirs.base_model(ids_BL, attention_mask=mask_BL).last_hidden_state
         hidden, real = ours(ids_BL, mask_BL), mask_BL.bool()
         gaps.append((hidden[real] - expected[real]).abs().max() / expected[real].abs().max())

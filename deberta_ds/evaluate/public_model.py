@@ -1,0 +1,68 @@
+"""Whether a model is read right here: its hidden states and tokens next to transformers', a mask
+filled. `doctor.py --model`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.numbers import format_count
+from deberta_ds.checkpoint.download import local_copy
+from deberta_ds.evaluate.fill_mask import check_fills_masks, fill_mask
+from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.read_back import (
+    SENTENCES,
+    TOLERANCE,
+    changes_beyond_reach,
+    check_tokenizer,
+    hidden_state_error,
+)
+from deberta_ds.release.reader import read_release
+
+_TEXT = "Paris is the [MASK] of France."
+
+
+def examine_model(source: str) -> Iterator[str]:
+    """Yield lines on the model at `source` (a directory, a URL, OWNER/NAME of the Hub); those that
+    say that something is wrong begin with "PROBLEM: ". UserError if it cannot be read at all.
+    """
+    import transformers
+
+    path = local_copy(source)
+    release = read_release(path)
+    network, model = release.main, load_backbone(path)
+    size = sum(tensor.numel() for tensor in network.tensors.values())
+    yield (f"{source}: {network.config.num_layers} layers of {network.config.hidden_size}, "
+           f"{format_count(size)} parameters" + (", and a generator" if release.generator else ""))
+    yield from (f"  {note}" for note in release.notes)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        theirs = transformers.AutoModel.from_pretrained(path, local_files_only=True,
+                                                        dtype=torch.float64).eval()
+    except Exception as error:  # of its many readers
+        yield (f"not compared: transformers cannot load it ({first_line(error)}); "
+               "launch/convert.py --to hf writes a directory that it reads, and compares")
+    else:
+        # In fp64: rounding hides nothing.
+        gap = hidden_state_error(theirs, network, of_source=True)
+        yield (f"{'' if gap <= TOLERANCE else 'PROBLEM: '}hidden states differ from "
+               f"transformers' by {gap:.1e} of the largest one, allowed: {TOLERANCE:.0e}")
+        yield from changes_beyond_reach(release)
+    if model.tokenizer is None:
+        yield "no tokenizer that is read; nothing was tokenized"
+        return
+    try:
+        other = check_tokenizer(path)
+        yield f"tokens: {len(SENTENCES) - len(other)} of {len(SENTENCES)} texts as AutoTokenizer"
+        yield from (f"  {line}" for line in other)
+    except UserError as error:
+        yield f"tokens: not compared: {error}"
+    try:
+        check_fills_masks(model, source)
+    except UserError as error:
+        yield f"no mask filled: {error}"
+        return
+    found = fill_mask(model, _TEXT)[0]
+    yield f"{_TEXT}  " + ", ".join(f"{one.text} {one.probability:.0%}" for one in found)
