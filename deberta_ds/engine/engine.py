@@ -8,12 +8,14 @@ backward; initial values are set after construction, parameter by parameter, bec
 `zero.Init` an assignment in a constructor is a silent no-op.
 """
 
+import math
 import os
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -40,7 +42,7 @@ from deberta_ds.engine.clipping import (
 )
 from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
-from deberta_ds.engine.passes import build_passes
+from deberta_ds.engine.passes import HookedPasses, build_passes
 from deberta_ds.model import cpu
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
@@ -196,7 +198,7 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     clip_networks_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
-    engine.passes = None
+    engine.passes = HookedPasses(engine)
     # As zeros, their gradients count in no norm, and leave moments at zero.
     engine.holds = [parameter.register_hook(torch.zeros_like)
                     for name, parameter in model.named_parameters() if name in waiting]
@@ -244,6 +246,51 @@ def set_learning_rate(engine, rate: float, *, is_thawed: bool = True) -> None:
     for group in engine.optimizer.param_groups:
         waits = group.get("waits") and not is_thawed
         group["lr"] = 0.0 if waits else rate * group.get("rate_share", 1.0)
+
+
+class BadStepError(UserError):
+    """A loss or a gradient is not finite, or the loss spiked; the update was not made."""
+
+    on_every_rank = True
+
+
+class Update(Enum):
+    """What became of an update."""
+
+    MADE = "made"
+    OVERFLOW = "the fp16 loss scale was lowered in its place"
+    BAD = "the gradient is not finite"
+
+
+def update(engine) -> Update:
+    """Make the update from the gradients of the passes, unless one of them is not finite."""
+    if hasattr(engine.optimizer, "overflow"):
+        try:
+            engine.step()
+        except Exception as error:  # DeepSpeed has no class of its own for it
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise BadStepError("the fp16 gradient overflows at the lowest loss scale; train in "
+                               "bf16 or fp32, or lower optim.learning_rate") from None
+        if not engine.optimizer.overflow:
+            return Update.MADE
+        is_scaled = engine.fp16_enabled() and engine.dynamic_loss_scale()
+        return Update.OVERFLOW if is_scaled else Update.BAD
+    # ZeRO-0 in fp32: a plain optimizer, which would apply NaN. All ranks hold the same gradients.
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    if torch.stack(torch._foreach_norm(gradients)).isfinite().all():
+        engine.step()
+        return Update.MADE
+    engine.zero_grad()  # what the wrappers do; `step` cannot clip when there is nothing to clip
+    engine.micro_steps += 1
+    engine.skipped_steps += 1
+    return Update.BAD
+
+
+def gradient_norm(engine) -> float | None:
+    """Return the norm of the last update's gradient, if there is one and it is finite."""
+    norm = engine.get_global_grad_norm()
+    return None if norm is None or not math.isfinite(norm) else float(norm)
 
 
 def gathered(parameters: list[nn.Parameter]):

@@ -105,7 +105,7 @@ def training_of(job: Job) -> Training:
             return output.loss_sum * scale, {"loss": output.loss_sum.detach(),
                                              "adversarial": output.adversarial_sum}
 
-        return forward, {}
+        return forward, {}, {}
 
     def name(rows: Sequence[int]) -> str:
         examples = [job.train.examples[row] for row in dict.fromkeys(rows)]

@@ -26,7 +26,7 @@ from deberta_ds.training.goodput import STATE_BYTES
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.join import join_group
 from deberta_ds.training.start import build, describe, open_run
-from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_step
+from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_of
 
 # Checks of the nodes of a job: clocks, links within and between nodes, disk.
 #
@@ -187,13 +187,13 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     counts = count_over_ranks([batch], model_engine.device)
     loss = torch.zeros((), dtype=torch.float64, device=model_engine.device)
 
-    def forward(_micro_step: int) -> torch.Tensor:
-        with seed_step(model_engine.device, run.train.seed, 0, 0, dist.rank()):
-            trained, *_ = model_engine(batch.to(model_engine.device), counts)
+    def forward(batch) -> tuple[torch.Tensor, dict]:
+        trained, sums, _ = model_engine(batch, counts)
         loss.add_(trained.detach())
-        return trained
+        return trained, sums
 
-    bad = find_bad_gradients(model_engine, [batch], forward)
+    bad = find_bad_gradients(model_engine, [batch], forward,
+                             [seed_of(run.train.seed, 0, 0, dist.rank())])
     mean = dist.sum_over_ranks(loss).item()
     what = f"micro-batch of {run.train.micro_batch_size} x {run.data.seq_len}"
     if not counts["targets"]:

@@ -30,7 +30,7 @@ def train(run, ds_values: dict, way: str) -> tuple:
     join_group(run, ds_values, "test")
     *_, inputs = open_run(run, ds_values, "test", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
-    model_engine.passes = None
+    model_engine.passes = passes.HookedPasses(model_engine)
     if way != "hooks":
         model_engine.passes = passes.Passes(model_engine, "auto" if way == "graph" else "off")
     losses, counts = [], []
