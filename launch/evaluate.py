@@ -39,7 +39,9 @@ def main() -> None:
     from deberta_ds.training.inputs import held_out_sequences
 
     device = torch.device("cuda" if count_gpus() else "cpu")
-    state, run = find.load_whole_state(options.run)
+    # Of a run in training there may be a newer checkpoint a moment later.
+    place, (state, run), own = find.read_newest(options.run, lambda place: (
+        place, find.load_whole_state(place), read_tokenizer(place)))
     corpora = {path: path for path in options.data or ()} or run.data.heldout_corpora
     if not corpora:
         raise UserError(f"{options.run}: the run has no data.heldout; name a packed corpus "
@@ -49,7 +51,7 @@ def main() -> None:
             corpora.keys():
         raise UserError(f"{options.run}: --data has no stored replacements, which this run is to "
                         "find; name a --generator to make them, or leave --data out")
-    tokenizer = own = read_tokenizer(options.run)  # with the checkpoint, wherever it is moved
+    tokenizer = own  # with the checkpoint, wherever it is moved
     if options.tokenizer or own is None:
         tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
         if own is not None:
@@ -57,7 +59,7 @@ def main() -> None:
     rows = held_out_sequences(run, tokenizer, corpora, stored,
                               options.rows or run.train.eval_sequences)
     if options.generator:
-        scores = score_discriminator(options.run, options.generator, rows)
+        scores = score_discriminator(place, options.generator, rows)
     else:
         model = build_model(run, tokenizer.size)
         model.load_state_dict(state)

@@ -25,7 +25,7 @@ def load(path: str):
 
     from deberta_ds.cluster import dist
     from deberta_ds.cluster.driver import count_gpus
-    from deberta_ds.release.pretrained import load_backbone
+    from deberta_ds.release.reader import load_backbone
 
     gpus = count_gpus()
     model = load_backbone(path, for_text=True)
@@ -60,7 +60,7 @@ def main() -> None:
     from deberta_ds.evaluate import pair_scores
     from deberta_ds.release.reader import checkpoint_of
     from deberta_ds.report.small_pages import pairs_page
-    from deberta_ds.training.check import check_alike
+    from deberta_ds.training.join import check_alike
     from deberta_ds.training.pairs import read_pairs, sample_pairs
 
     if (rank_variables(os.environ) | os.environ).get("WORLD_SIZE") != "1":  # None: MPI knows it
@@ -70,7 +70,8 @@ def main() -> None:
     # Of a run in training there may be a newer checkpoint a moment later.
     place = dist.broadcast_object(dist.together(lambda: checkpoint_of(options.model)))
     pairs, model = dist.together(lambda: (read_pairs(options.data), load(place)))
-    check_alike(model.identity() | {"hash of the pairs": sha256(repr(pairs).encode()).hexdigest()})
+    check_alike({f"hash of the model's {name}": digest for name, digest in model.identity.items()}
+                | {"hash of the pairs": sha256(repr(pairs).encode()).hexdigest()})
     if options.sample:
         pairs = sample_pairs(pairs, options.sample, options.seed)
     scored = dist.together(lambda: pair_scores.score_pairs(model, pairs, options.scoring))

@@ -13,7 +13,7 @@ import numpy as np
 from deberta_ds.base.command_line import parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.evaluate import pair_scores
-from deberta_ds.release.pretrained import LoadedModel, load_backbone
+from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.training.pairs import encode_sentences, outcomes, read_pairs, sample_pairs
 
 

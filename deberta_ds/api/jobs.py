@@ -243,5 +243,5 @@ def export(run: str | Path, out: str | Path, *, tokenizer: str | Path | None = N
                                      for value in (language, dataset)))
     check_publisher(run, publisher)
     return convert(run, out, "hf", tokenizer=tokenizer, onnx=onnx, precision=precision,
-                   finish=lambda fresh, summary: write_card(run, fresh, summary,
+                   finish=lambda fresh, summary: write_card(summary.place or run, fresh, summary,
                                                             repository or str(out), publisher))

@@ -14,7 +14,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate.fill_mask import Filling, check_fills_masks, fill_mask
 from deberta_ds.evaluate.pair_scores import original_scores, score_pairs
 from deberta_ds.model.backbone import Backbone
-from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.reader import load_backbone
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.pairs import MinimalPair, encode_sentences
 

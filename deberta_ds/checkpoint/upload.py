@@ -11,9 +11,9 @@ kill the next round, or the next start, copies the rest. Nothing here ends a run
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -89,18 +89,23 @@ class Uploads:
         """UserError if the URL is of no known kind."""
         self._out, self._train, self._say = Path(out_dir), train, say
         self._system, self._root = remote.file_system(train.upload.rstrip("/"))
-        self._thread = ThreadPoolExecutor(1, "upload")
-        self._round: Future | None = None
         self.current: Path | None = None
+        self._is_due, self._is_at_work = threading.Event(), False
+        threading.Thread(target=self._work, name="upload", daemon=True).start()
 
     def begin(self) -> None:
-        """Begin a round; one that waits for its turn would have done the same."""
-        if self._round:
-            self._round.cancel()
-        self._round = self._thread.submit(self._attempt)
+        """Begin a round, after the one that is at work."""
+        self._is_due.set()
 
     def is_running(self) -> bool:
-        return self._round is not None and not self._round.done()
+        return self._is_due.is_set() or self._is_at_work
+
+    def _work(self) -> None:
+        while self._is_due.wait():
+            self._is_at_work = True
+            self._is_due.clear()
+            self._attempt()
+            self._is_at_work = False
 
     def _attempt(self) -> None:
         try:

@@ -34,13 +34,13 @@ class Alarm:
     def end(self) -> None:
         self._ended.set()
 
-    def sound(self, text: str) -> None:
-        """Let the other ranks end, and wait until they know."""
+    def sound(self, text: str, code: int) -> None:
+        """Let the other ranks end with `code`, and wait until they know."""
         if self._ended.is_set() or self.heard.is_set():
             return
         self._ended.set()
         with suppress(RuntimeError):  # torch's: the store is gone
-            self._store.set(_FAILED, f"rank {self._rank} on {socket.gethostname()}: {text}")
+            self._store.set(_FAILED, f"{code} rank {self._rank} on {socket.gethostname()}: {text}")
             self._store.add(_KNOW, 1)
             self._wait()
 
@@ -58,7 +58,7 @@ class Alarm:
                     time.sleep(_LEAVE_SECONDS)
                     if self._rank == 0:
                         self._wait()
-                    os._exit(EXIT_USER_ERROR)
+                    os._exit(int(self._store.get(_FAILED).split()[0]))
 
 
 _alarm: Alarm | None = None
@@ -86,10 +86,10 @@ def is_first() -> bool:
     return True
 
 
-def sound(text: str) -> None:
-    """Tell the other ranks, if they do not know, that this one fails."""
+def sound(text: str, code: int = EXIT_USER_ERROR) -> None:
+    """Tell the other ranks, if they do not know, that this one fails, and all end with `code`."""
     if _alarm:
-        _alarm.sound(text)
+        _alarm.sound(text, code)
 
 
 def was_heard() -> bool:

@@ -5,6 +5,8 @@ Everything also works in a single process that never initialized a process group
 
 import os
 import socket
+import threading
+from concurrent.futures import Future, wait
 
 import torch
 import torch.distributed as torch_dist
@@ -135,6 +137,25 @@ def together(function):
         common.on_every_rank = True
         raise common
     return value
+
+
+def attended(function, look):
+    """Return rank 0's `function()`, which a thread computes, and on all ranks `look()` once a
+    second meanwhile: what that raises ends the wait, and the thread with the process.
+    """
+    task: Future = Future()
+
+    def work() -> None:
+        try:
+            task.set_result(function())
+        except BaseException as error:  # SystemExit, too
+            task.set_exception(error)
+
+    if is_main():
+        threading.Thread(target=work, daemon=True).start()
+    while not from_main(lambda: bool(wait([task], 1.0).done)):
+        look()
+    return broadcast_object(together(lambda: task.result() if is_main() else None))
 
 
 def on_main(function) -> None:

@@ -74,10 +74,9 @@ def held(out_dir: str | Path) -> Iterator[None]:
     finally:
         ended.set()
         with suppress(UserError, OSError):
-            if dist.is_main() and _read(path) == mine:
+            if dist.is_main():
                 counter.join(_BEAT_SECONDS)  # a file system may be gone
-                path.with_name(BEAT).unlink(missing_ok=True)
-                path.unlink()
+                release(out_dir)
 
 
 def _count(path: Path, job: str, ended: threading.Event) -> None:
@@ -109,6 +108,26 @@ def is_held(out_dir: str | Path) -> bool:
     """Return whether a job writes to `out_dir`; one of another machine is believed to live."""
     holder = _read(Path(out_dir) / NAME)
     return holder is not None and (holder.machine != process.machine() or _lives_here(holder))
+
+
+def release(out_dir: str | Path) -> None:
+    """Delete the lock, if it is this process's."""
+    with suppress(UserError, OSError):
+        holder = _read(Path(out_dir, NAME))
+        if holder and holder.job == this_process().job:
+            _delete(out_dir)
+
+
+def _delete(out_dir: str | Path) -> None:
+    for name in (BEAT, NAME):
+        Path(out_dir, name).unlink(missing_ok=True)
+
+
+def forget(out_dir: str | Path) -> None:
+    """Delete what a dead job of this machine has left of its lock; the first rank alone."""
+    with suppress(UserError, OSError):
+        if not is_held(out_dir):
+            _delete(out_dir)
 
 
 def take(path: Path, mine: Holder) -> None:

@@ -18,7 +18,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from deberta_ds.base.errors import EXIT_INTERRUPTED, tell
@@ -36,6 +36,7 @@ class StopRequest:
     def __init__(self):
         self.reason = ""
         self.resumes_from = "step 0"  # where the run would go on if it ended now
+        self.leave: Callable[[], None] | None = None  # ends the process, while nothing is to save
         self._interrupted_at = 0.0
         self._launcher = Launcher()
 
@@ -73,6 +74,9 @@ class StopRequest:
     def _ask(self, reason: str) -> None:
         self.reason = reason
         _unblock_console()
+        if self.leave:
+            _say(f"asked to stop by {reason} before the first step: there is nothing to save")
+            self.leave()
         once_more = "; Ctrl-C once more ends it at once" if reason == "SIGINT" else ""
         _say(f"asked to stop by {reason}: the step is finished and saved{once_more}")
 

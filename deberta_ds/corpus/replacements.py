@@ -22,7 +22,7 @@ from deberta_ds.data.replaced import ReplacedManifest, write_replaced_manifest, 
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.data.shards import MANIFEST, token_dtype
 from deberta_ds.objectives.rtd import replace_targets
-from deberta_ds.release.pretrained import LoadedModel, load_backbone
+from deberta_ds.release.reader import LoadedModel, load_backbone
 
 VERSION = 1
 _ROWS_AT_ONCE = 32

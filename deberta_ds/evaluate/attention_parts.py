@@ -18,7 +18,7 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.encoder import Attention
-from deberta_ds.release.pretrained import LoadedModel
+from deberta_ds.release.reader import LoadedModel
 
 TOLERANCE = 1e-6  # of the attention output; in float64 the difference is about 1e-14
 MAX_TOKENS = 128  # a picture of more has cells that nobody can point at

@@ -16,7 +16,7 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.data.batch import IGNORE, Row, collate
-from deberta_ds.release.pretrained import LoadedModel, load_backbone
+from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.tokenizer import MASK_PIECE, Tokenizer
 
 

@@ -10,7 +10,6 @@ from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.numbers import format_count
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.evaluate.fill_mask import check_fills_masks, fill_mask
-from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.release.read_back import (
     SENTENCES,
     TOLERANCE,
@@ -18,7 +17,7 @@ from deberta_ds.release.read_back import (
     check_tokenizer,
     hidden_state_error,
 )
-from deberta_ds.release.reader import read_release
+from deberta_ds.release.reader import load_backbone, read_release
 
 _TEXT = "Paris is the [MASK] of France."
 

@@ -23,14 +23,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import write_atomic, xxh3
+from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.config.options import validate
@@ -42,8 +42,6 @@ from deberta_ds.release.relative_rows import with_a_row_a_distance
 from deberta_ds.release.release import Network
 from deberta_ds.release.tensors import (
     SAFETENSORS,
-    tensors_digest,
-    weight_file,
     write_safetensors,
 )
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, write_tokenizer_files
@@ -73,13 +71,7 @@ class Finetuned:
     tokenizer: Tokenizer
     threshold: float = 0.0  # of answers: by how much no answer must score more to be said
     failure: str = ""  # why its run failed, if it did
-    file_digest: str = ""  # of the weight file
-
-    def identity(self) -> dict[str, str]:
-        """Return digests of what was read."""
-        facts = repr((self.task, self.settings, self.config, self.threshold)).encode()
-        return {"weights": tensors_digest(self.weights), "tokenizer": self.tokenizer.sha256,
-                "task, settings and shape": xxhash.xxh3_128_hexdigest(facts)}
+    identity: dict[str, str] = field(default_factory=dict)  # digests of what was read
 
     def backbone(self) -> dict[str, Tensor]:
         """Return the encoder's weights."""
@@ -166,11 +158,7 @@ def load_finetuned(path: str | Path) -> Finetuned:
                         f"threshold, or of another version; this version reads {_FORMAT}")
     task = validate(Task, facts["task"], f"{path / FACTS}, task")
     settings = validate(Settings, facts["settings"], f"{path / FACTS}, settings")
-    weight = weight_file(path)
-    before = weight and xxh3(weight)
     release = read_release(path)
-    if weight and before != xxh3(weight):
-        raise UserError(f"{weight}: changed while it was read; run the same command again")
     network = release.main
     weights = {}
     for key, value in network.tensors.items():
@@ -183,7 +171,8 @@ def load_finetuned(path: str | Path) -> Finetuned:
     if type(threshold) is not float or not math.isfinite(threshold):
         raise UserError(f"{path / FACTS}: threshold {threshold!r} is no finite number")
     return Finetuned(task, settings, network.config, weights, release.tokenizer, threshold,
-                     str(facts.get("failure", "")), before or "")
+                     str(facts.get("failure", "")), release.identity | {
+                         "task and settings": xxhash.xxh3_128_hexdigest(repr(facts).encode())})
 
 
 def find_finetuned(path: str | Path) -> Path:

@@ -23,7 +23,7 @@ from deberta_ds.engine.state import check_restorable
 from deberta_ds.finetuning.answers import best_threshold
 from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
-from deberta_ds.finetuning.job import Job
+from deberta_ds.finetuning.inputs import Job
 from deberta_ds.finetuning.models import build_model, keep_head, start_from
 from deberta_ds.finetuning.predict import predictions_of
 from deberta_ds.finetuning.resume import Checkpoints, Progress, forget_waiting, waiting
@@ -42,7 +42,7 @@ def train(job: Job) -> dict[str, Any]:
     The weights of the best evaluation are at `resume.best_model(job.out, best_step)`. Raises
     BadStepError on a loss or gradient that is not finite.
     """
-    settings, rows = job.settings, job.features(job.train)
+    settings, rows = job.settings, job.features(job.tables.train)
     rows = rows[: settings.train_rows] if settings.train_rows else rows
     total_steps = math.ceil(settings.epochs * len(rows) / settings.global_batch_size)
     optim = settings.optim(total_steps)
@@ -108,7 +108,7 @@ def training_of(job: Job) -> Training:
         return forward, {}, {}
 
     def name(rows: Sequence[int]) -> str:
-        examples = [job.train.examples[row] for row in dict.fromkeys(rows)]
+        examples = [job.tables.train.examples[row] for row in dict.fromkeys(rows)]
         places = [example.place or f"example {example.key}" for example in examples]
         more = f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
         return ", ".join(places[:_MOST_NAMED]) + more
@@ -159,11 +159,11 @@ def _evaluate_and_keep(job: Job, engine, progress: Progress, total_steps: int, n
 def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
     """Return (metrics, margin above which "no answer" is said, 0 where there is no such thing)."""
     engine.eval()
-    scores = job.scores(engine, job.val)
+    scores = job.scores(engine, job.tables.val)
     engine.train()
-    threshold = best_threshold(job.val.examples, scores) if job.task.no_answer else 0.0
-    guesses = predictions_of(job.task, job.val.examples, scores, threshold)
-    return metrics.score(job.task, job.val.examples, guesses), threshold
+    threshold = best_threshold(job.tables.val.examples, scores) if job.task.no_answer else 0.0
+    guesses = predictions_of(job.task, job.tables.val.examples, scores, threshold)
+    return metrics.score(job.task, job.tables.val.examples, guesses), threshold
 
 
 def build(job: Job, optim: OptimConfig):

@@ -8,21 +8,20 @@ match, and what was kept and what is fresh is said.
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import FREE, MODELS, padded_rows, without_unused
 from deberta_ds.config.options import nearest
-from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.config.run_config import ModelConfig, to_dict
 from deberta_ds.finetuning.directory import Finetuned, is_finetuned, load_finetuned
 from deberta_ds.finetuning.heads import TaskModel
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
-from deberta_ds.release.pretrained import load_backbone
-from deberta_ds.release.reader import check_same
+from deberta_ds.release.reader import check_same, load_backbone
 from deberta_ds.release.relative_rows import a_row_a_distance
 from deberta_ds.release.tensors import tensors_digest
 from deberta_ds.tasks.settings import Settings
@@ -41,10 +40,10 @@ class Start:
     tokenizer: Tokenizer
     weights: dict[str, Tensor] | None  # of the backbone; None: random
 
-    @cached_property
-    def digest(self) -> str:
-        """A hash of the weights: a run's newest checkpoint is another one tomorrow."""
-        return tensors_digest(self.weights or {})
+    def identity(self) -> dict[str, Any]:
+        """Return what was read: a run's newest checkpoint is another one tomorrow."""
+        return {"start_weights": tensors_digest(self.weights or {}),
+                "shape": to_dict(self.config), "tokenizer": self.tokenizer.sha256}
 
 
 def open_start(name: str, tokenizer: str | Path | None = None) -> Start:

@@ -4,6 +4,7 @@ Nothing is imported above that takes time: --help and a mistyped option are answ
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
              if name != "local_rank"}
     asked |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
     join.join(asked | {"--tasks": list(map(str, tasks)), "--init_from": init_from,
-                       "save models": keep_models})
+                       "save models": keep_models, "--out, absolute": os.path.abspath(options.out)})
     opened = dist.together(lambda: _open(options, overrides, tasks, init_from))
     lines, values, longest = opened.pop("lines"), opened["deepspeed"], opened.pop("longest")
     kernels = join.agreed_kernels(lambda: [kernel_table.in_a_line(join.kernel_choices(

@@ -24,21 +24,25 @@ from scipy.special import expit, softmax
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
-from deberta_ds.files.remote import stamp_of
 from deberta_ds.finetuning.answers import MARGIN, answer_place
 from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.features import Feature, count_unknown, encode
-from deberta_ds.finetuning.predict import entities_in, predictions_of, score_split
+from deberta_ds.finetuning.predict import (
+    as_text,
+    entities_in,
+    predictions_of,
+    score_split,
+    scores_of,
+)
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.tasks.labels import is_ignored, to_line, without_label
 from deberta_ds.tasks.layouts import Example, examples_of, is_labelled
 from deberta_ds.tasks.metrics import Prediction
-from deberta_ds.tasks.scores import as_text, scores_of
 from deberta_ds.tasks.submission import as_written
-from deberta_ds.tasks.tables import Faults, check_stamp, each_row
+from deberta_ds.tasks.tables import Faults, each_row
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import unknown_pieces
-from deberta_ds.training.check import check_alike
+from deberta_ds.training.join import check_alike
 
 BLOCK_ROWS = 4096
 Row = tuple[str, dict[str, Any] | UserError]
@@ -60,25 +64,18 @@ def predict_file(
     """
     dist.together(lambda: _check_options(data, out, keep))
     check_alike({f"hash of the model's {name}": digest
-                 for name, digest in saved.identity().items()})
+                 for name, digest in saved.identity.items()})
     model = finetuned_model(saved, device)
     task = replace(saved.task, form=replace(saved.task.form, encoding=encoding))
     bad = Faults(max_bad, out.with_name(f"{out.name}.bad_rows.txt"))
     labelled: list[tuple[Example, Prediction]] = []
     unread: list[str] = []  # what is wrong with labels that cannot be read
     count, cut, unknown, began = 0, 0, np.zeros(2, int), time.monotonic()
-    rows, stamp = each_row(data, form=task.form), stamp_of(os.stat(data)) if data.exists() else ""
-
-    def next_block() -> list[Row]:
-        block = list(itertools.islice(rows, BLOCK_ROWS))
-        if stamp:
-            check_stamp(data, stamp)
-        return block
-
+    rows = each_row(data, form=task.form)
     written = atomic_path(out) if dist.is_main() else nullcontext(os.devnull)
     with written as temporary, open(temporary, "w", encoding="utf-8") as file:
         while True:
-            block = dist.together(next_block)
+            block: list[Row] = dist.together(lambda: list(itertools.islice(rows, BLOCK_ROWS)))
             check_alike({f"hash of {data} from row {count:,} on": xxhash.xxh3_128_hexdigest(
                 repr(block).encode("utf-8", "surrogatepass"))})
             if not block:

@@ -23,7 +23,7 @@ from deberta_ds.checkpoint.run_record import RUN_FILE
 from deberta_ds.checkpoint.save import save
 from deberta_ds.cluster import dist, lock
 from deberta_ds.finetuning.directory import MODEL, is_finetuned
-from deberta_ds.finetuning.job import Job
+from deberta_ds.finetuning.inputs import Job
 
 DIRECTORY = "resume"
 SAVE_SECONDS = 300.0  # a save is due after this time, and at every evaluation,

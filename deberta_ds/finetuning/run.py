@@ -31,16 +31,15 @@ from deberta_ds.finetuning.directory import (
     mark_failed,
 )
 from deberta_ds.finetuning.features import TooLongError, count_unknown
-from deberta_ds.finetuning.job import Job, digest
+from deberta_ds.finetuning.inputs import Job
 from deberta_ds.finetuning.loop import train
 from deberta_ds.finetuning.models import Start, build_model
-from deberta_ds.finetuning.predict import predictions_of
+from deberta_ds.finetuning.predict import SCORES, as_text, predictions_of, scores_of
 from deberta_ds.finetuning.resume import best_model, forget, keep_best, newest, read_progress
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.readers import Split
-from deberta_ds.tasks.scores import FILE, as_text, scores_of
 from deberta_ds.tasks.submission import render
 from deberta_ds.tasks.task import Task, diagnostics_of
 from deberta_ds.tokenizer import unknown_pieces
@@ -55,7 +54,7 @@ def run(job: Job) -> dict:
     found = finished(job)
     if found is not None:
         job.say(f"{job.task.name} seed {job.seed}: already there, {job.out / RESULT}")
-        if lost := [name for name in job.tests
+        if lost := [name for name in job.tables.tests
                     if not (job.out / "submission" / f"{name}.jsonl").is_file()]:
             job.say(f"  without predictions of {', '.join(lost)}: the test data was not there, or "
                     f"left out; delete {job.out / RESULT} to run it again, with them")
@@ -64,6 +63,7 @@ def run(job: Job) -> dict:
                     "again, and keep it")
         if dist.is_main():
             forget(job.out)  # if it was killed when it had just ended
+            lock.forget(job.out)
         return found
     with lock.held(job.out):
         return _run(job)
@@ -73,7 +73,7 @@ def _run(job: Job) -> dict:
     trained = train(job)
     began = time.monotonic()
     result = job.identity() | trained | _predict(job, best_model(job.out, trained["best_step"]))
-    result |= {"tests": digests(job), "world_size": dist.world_size(),
+    result |= {"world_size": dist.world_size(),
                "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
     if job.show_scores:
         for name, found in result["scores"].items():
@@ -85,7 +85,7 @@ def _run(job: Job) -> dict:
 
 def _keep(job: Job, result: dict) -> None:
     """Write the scores, and leave the best weights in model/, or none."""
-    write_atomic(job.out / FILE, json.dumps(result["scores"], indent=1) + "\n")
+    write_atomic(job.out / SCORES, json.dumps(result["scores"], indent=1) + "\n")
     keep_best(job.out, result["best_step"])
     if not job.keep_model:
         shutil.rmtree(job.out / MODEL)
@@ -100,11 +100,6 @@ def write_result(job: Job, result: dict) -> None:
         forget(job.out)
 
     dist.on_main(write)
-
-
-def digests(job: Job) -> dict[str, str]:
-    """Return a digest of each split that is predicted."""
-    return {name: digest(split.task, split) for name, split in job.tests.items()}
 
 
 def _differing(first, second) -> tuple:
@@ -130,21 +125,22 @@ def finished(job: Job) -> dict | None:
         raise UserError(f"{error}; delete {job.out} to run this seed again") from None
     _check_result(job, result)
     _check_same(job, result, job.out / RESULT)
-    for name, found in digests(job).items():
-        if result.get("tests", {}).get(name, found) != found:
-            raise UserError(f"{job.out / RESULT}: {job.tests[name].source} has changed since it "
-                            f"was predicted; delete {job.out / RESULT} to run it again")
     return result
 
 
 def _check_same(job: Job, found: dict, place: Path) -> None:
     """Raise UserError if what is `found` at `place` is of another run than `job`."""
     for key, value in job.identity().items():
-        if key == "init_weights" and not value:
+        if key == "initial" and not value:
             continue  # what it started from is gone
-        if key in ("shape", "tokenizer") and key not in found:
+        if key in ("shape", "tokenizer", "tests", "initial") and key not in found:
             continue  # of version 0.2.0
-        if found.get(key) != value:
+        if key == "tests":  # more of them, or fewer, are no others
+            for name in value.keys() & found[key].keys():
+                if value[name] != found[key][name]:
+                    raise UserError(f"{place}: {job.tables.tests[name].source} has changed since "
+                                    f"it was predicted; delete {place} to run it again")
+        elif found.get(key) != value:
             had, now = _differing(found.get(key), value)
             raise UserError(
                 f"{place}: this run had {key} = {had!r}, now it is {now!r}; "
@@ -193,7 +189,9 @@ def check_splits(jobs: Sequence[Job]) -> None:
     problems = []
     for job in jobs:
         positions = job.start.config.max_position if job.start.config.absolute_input else None
-        for split in (job.train, job.val, *job.tests.values(), *job.diagnostics.values()):
+        tables = job.tables
+        for split in (tables.train, tables.val, *tables.tests.values(),
+                      *tables.diagnostics.values()):
             option = f"Set --{job.task.name}.max_length="
             too_few = f"{job.start.name} has {positions} absolute positions"
             try:
@@ -232,8 +230,8 @@ def _predict(job: Job, directory: Path) -> dict:
     """Return the scores of the model in `directory`; write predictions and submission files."""
     saved = load_finetuned(directory)
     model = finetuned_model(saved, job.device, precision(job.deepspeed))
-    examples = job.val.examples
-    scores = job.scores(model, job.val)
+    examples = job.tables.val.examples
+    scores = job.scores(model, job.tables.val)
     guesses = predictions_of(job.task, examples, scores, saved.threshold)
     found = scores_of(job.task, examples, guesses)
     failure = metrics.failure(job.task, examples, guesses)
@@ -255,7 +253,7 @@ def _predict(job: Job, directory: Path) -> dict:
         _write_predictions(job.out / "val_predictions.jsonl", examples, guesses, scores)
         if job.task.head == "answer":
             write_official(job.out, examples, guesses, scores)
-    for name, split in (*job.diagnostics.items(), *job.tests.items()):
+    for name, split in (*job.tables.diagnostics.items(), *job.tables.tests.items()):
         answers = predictions_of(split.task, split.examples, job.scores(model, split),
                                  saved.threshold)
         if found := scores_of(split.task, split.examples, answers):
@@ -263,7 +261,7 @@ def _predict(job: Job, directory: Path) -> dict:
             result["scores"][table] = found
             result["diagnostics"][table] = {metric: value["value"]
                                             for metric, value in found["metrics"].items()}
-        if dist.is_main() and split is job.tests.get(name):
+        if dist.is_main() and split is job.tables.tests.get(name):
             text = render(split.task, split.examples, answers)
             write_atomic(job.out / "submission" / f"{name}.jsonl", text)
     return result

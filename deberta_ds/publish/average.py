@@ -36,6 +36,7 @@ def average(models: list[str | Path]) -> Release:
     models that differ in shape, heads, labels or tokenizer.
     """
     first = read_release(models[0])
+    digests = {f"{models[0]}: {name}": digest for name, digest in first.identity.items()}
     sums = {name: {key: tensor.double() for key, tensor in network.tensors.items()}
             for name, network in first.networks().items()}
     tables = {name: network.source_table for name, network in first.networks().items()}
@@ -44,6 +45,7 @@ def average(models: list[str | Path]) -> Release:
     for place in models[1:]:
         other = read_release(place)
         own = other.tokenizer
+        digests |= {f"{place}: {name}": digest for name, digest in other.identity.items()}
         if own and first.tokenizer and own.sha256 != first.tokenizer.sha256:
             raise UserError(f"{place}: has another tokenizer than {models[0]}; only models of one "
                             "tokenizer can be averaged")
@@ -61,7 +63,7 @@ def average(models: list[str | Path]) -> Release:
         table = tables[name]  # from which transformers would compute the mean model
         network.source_table = None if table is None else (table / len(models)).float()
     derive_words(first)  # the sum of the rounded means, as every reader forms it
-    first.notes = [f"averaged: {place}" for place in models]
+    first.notes, first.identity = [f"averaged: {place}" for place in models], digests
     return first
 
 

@@ -39,6 +39,7 @@ class Summary:
     notes: tuple[str, ...]
     checks: tuple[str, ...]
     warnings: tuple[str, ...]
+    place: Path | None = None  # that was read: of a run, its checkpoint
 
     def findings(self) -> list[str]:
         """Return the lines after the notes: warnings and what was checked."""
@@ -90,11 +91,12 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
         if onnx:
             checks += write_onnx(release, fresh, onnx)
         notes = [note.replace(str(fresh), str(out)) for note in notes]
-        record = {"source": str(source), "format": to, "version": __version__, "notes": notes,
-                  "checks": checks}
+        record = {"source": str(source), "content_hashes": release.identity, "format": to,
+                  "version": __version__, "notes": notes, "checks": checks}
         write_atomic(fresh / RECORD, json.dumps(record, indent=1) + "\n")
         if finish:
-            finish(fresh, Summary(tuple(notes), tuple(checks), (*changes, *warnings)))
+            finish(fresh, Summary(tuple(notes), tuple(checks), (*changes, *warnings),
+                                  release.place))
         seal(fresh)
         if _state(out) != before:
             raise UserError(f"{out}: something else has been written there meanwhile; run this "

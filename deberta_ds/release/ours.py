@@ -92,7 +92,7 @@ def _read_checkpoint(path: Path, directory: Path) -> Release:
         skipped = [step.name for step in list_steps(path) if step.name > directory.name]
         also = f" (newer, but unfinished: {', '.join(skipped)})" if skipped else ""
         release.notes.append(f"read: the run's newest checkpoint, {directory.name}{also}")
-    release.tokenizer_files = find_tokenizer_files(directory)
+    release.tokenizer_files, release.place = find_tokenizer_files(directory), directory
     return release
 
 

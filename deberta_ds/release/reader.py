@@ -1,4 +1,4 @@
-"""Read a model of any format into a `Release`.
+"""Read a model of any format into a `Release`, or load it for use (`load_backbone`).
 
 Formats, told apart by their files:
     ours        a checkpoint or run directory (run.json, sharded), or model.json (written by export)
@@ -11,10 +11,12 @@ reader serves both and goes by the names of the tensors.
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
@@ -22,16 +24,67 @@ from deberta_ds.base.json_files import read_json
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.find import is_unsaved_run, newest
 from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.embeddings import TokenEmbedding
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release import configs, names, ours
+from deberta_ds.release import release as modules
 from deberta_ds.release.relative_rows import TABLE, with_unread_rows
 from deberta_ds.release.release import Network, Release, check_network, derive_words
-from deberta_ds.release.tensors import read_tensors, weight_file
+from deberta_ds.release.tensors import read_tensors, tensors_digest, weight_file
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
 from deberta_ds.tokenizer import Tokenizer
 
 SIDE_FILE = "pretraining_heads.safetensors"
 _CONFIG_NAMES = ("config.json", "model_config.json")
 _STEP_FILE = re.compile(r"pytorch\.model-(\d+)\.bin")
+
+
+@dataclass
+class LoadedModel:
+    """A model in fp32 on the CPU, in evaluation mode.
+
+    backbone: ids and mask -> hidden states; the discriminator of a replaced-token run.
+    tokenizer: None where the source has none that is read.
+    masked_lm: (token embedding, MaskedLm) of the model itself or, if it has no masked-LM head with
+    a position table, of the generator next to it; None without either. Its layers are its own.
+    replaced_token_head: of the backbone, where the source has it.
+    identity: digests of what was read.
+    """
+
+    backbone: Backbone
+    tokenizer: Tokenizer | None
+    model_config: ModelConfig
+    masked_lm: tuple[TokenEmbedding, MaskedLm] | None
+    replaced_token_head: ReplacedTokenHead | None = None
+    identity: dict[str, str] = field(default_factory=dict)
+
+    def check_length(self, tokens: int, place: str | Path) -> None:
+        """UserError if rows of `tokens` are longer than the positions of this model, of `place`."""
+        if tokens > self.model_config.max_position:
+            raise UserError(f"{place}: has {self.model_config.max_position} positions, but the "
+                            f"rows have up to {tokens} tokens")
+
+
+def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_text: bool = False
+                  ) -> LoadedModel:
+    """Return the model at `path`: our checkpoint, run or directory, Hugging Face, or microsoft.
+
+    `tokenizer` is the path of the one it was trained with, where there is none next to it;
+    `for_text` says that one is needed. Raises UserError for a missing, damaged or foreign model.
+    """
+    release = read_release(path, tokenizer)
+    if for_text and release.tokenizer is None:
+        Tokenizer.of_files(release.tokenizer_files, Path(path))  # says what is missing
+    main = release.main
+    decoding = next((one for one in release.networks().values() if one.has_masked_lm), None)
+    masked_lm = None
+    if decoding is not None:
+        masked_lm = modules.build_masked_lm(Network(decoding.config, {
+            name: tensor.float().clone() for name, tensor in decoding.tensors.items()}))
+    head = modules.build_replaced_token_head(main) if main.has("rtd_head.") else None
+    return LoadedModel(modules.build_backbone(main), release.tokenizer, main.config, masked_lm,
+                       head, release.identity)
 
 
 def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Release:
@@ -66,6 +119,14 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
         raise UserError(f"{source}: the tokenizer {found.path} has {found.size} ids, but the token "
                         f"embedding only {rows['main']} rows; put the one that it was trained with "
                         "there. To add tokens, give the longer one to a run with [init] from")
+    release.place = release.place or path
+    networks = release.networks().items()
+    release.identity = {
+        "weights": tensors_digest({f"{name} {key}": tensor for name, network in networks
+                                   for key, tensor in network.tensors.items()}),
+        "shape": xxhash.xxh3_128_hexdigest(repr([(name, network.config, network.rest)
+                                                 for name, network in networks]).encode()),
+        "tokenizer": found.sha256 if found else ""}
     return release
 
 

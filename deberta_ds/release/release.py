@@ -7,6 +7,7 @@ is one, and the tokenizer's files. Tensors keep the dtype of the file, so a roun
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +55,9 @@ class Release:
     generator: Network | None = None
     tokenizer_files: Files = field(default_factory=dict)  # as they were read
     notes: list[str] = field(default_factory=list)  # derived, dropped, kept aside
-    tokenizer: Tokenizer | None = None  # among these files, of a release that was read
+    tokenizer: Tokenizer | None = None  # among these files, of a release that was read,
+    place: Path | None = None  # where: of a run, its checkpoint,
+    identity: dict[str, str] = field(default_factory=dict)  # and digests of what was read
 
     def networks(self) -> dict[str, Network]:
         named = {"main": self.main}

@@ -39,7 +39,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     found = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
         found.update(name.encode())
-        found.update(tensor.contiguous().view(torch.uint8).numpy())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()
 
 

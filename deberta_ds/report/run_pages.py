@@ -13,7 +13,7 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import format_duration, format_value
 from deberta_ds.evaluate.fill_mask import Filling, fill_mask, load_masked_lm
 from deberta_ds.model.init import init_parameters
-from deberta_ds.release.pretrained import LoadedModel
+from deberta_ds.release.reader import LoadedModel
 from deberta_ds.report import charts, tables
 from deberta_ds.report.charts import Chart, Drawing, Series, draw
 from deberta_ds.report.model_card import write_finetuned_card

@@ -24,7 +24,7 @@ from deberta_ds.evaluate.attention_parts import (
     attention_parts,
     position_similarity,
 )
-from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.reader import load_backbone
 from deberta_ds.report.charts import Chart, Drawing, Series, draw
 from deberta_ds.report.pages import render
 from deberta_ds.report.tables import Cell, Table

@@ -33,6 +33,7 @@ ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 # numbers and a label of -1 means none. Source: huggingface/datasets datasets/super_glue.
 HUB = "hub"
 _LEFT_OUT = object()  # no line: one that ignore_labels leaves out
+_MOST_BYTES = 1 << 30  # of a table in a zip; the largest official one has a quarter
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
@@ -335,6 +336,9 @@ def _member(archive: Path, name: str) -> bytes | None:
         with zipfile.ZipFile(archive) as opened:
             for member in opened.namelist():
                 if member == name or member.endswith("/" + name):
+                    if (size := opened.getinfo(member).file_size) > _MOST_BYTES:
+                        raise UserError(f"{archive}!{member}: has {size:,} bytes, and at most "
+                                        f"{_MOST_BYTES:,} are read; unpack it")
                     return opened.read(member)
     except ZIP_DAMAGE as error:
         raise UserError(f"{archive}: not a whole zip file ({error}); fetch it again") from error

@@ -67,14 +67,9 @@ def each_row(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int 
             yield from _file_rows(path, headless, skip_broken, form)
         except UserError as error:
             raise _with_encoding(error) from None
-        check_stamp(path, stamp)
-
-
-def check_stamp(path: Path, stamp: str) -> None:
-    """Raise UserError for a table that is not the file that it was when it was opened."""
-    if (now := stamp_of(os.stat(path))) != stamp:
-        raise UserError(f"{path}: changed while it was read (from {stamp} to {now}); run the same "
-                        "command again when nothing writes to it any more")
+        if (now := stamp_of(os.stat(path))) != stamp:
+            raise UserError(f"{path}: changed while it was read (from {stamp} to {now}); run the "
+                            "same command again when nothing writes to it any more")
 
 
 def files_like(pattern: str) -> list[str]:

@@ -21,7 +21,7 @@ from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import Objective
-from deberta_ds.release.pretrained import LoadedModel, load_backbone
+from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.pairs import (
     Pairs,
@@ -43,7 +43,7 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
     """Return the scores over `rows`, {name of a held-out corpus: its rows}; of several corpora
     also each one's, as "SCORE/NAME". Call on every rank with the same rows, all get the result.
     `metrics` are functions of one's own, as evaluate.metrics names them; `look` is called before
-    each micro-batch and may raise.
+    each micro-batch, and every second while scores are computed, and may raise.
 
     `model` is the objective's model on `device`, or the DeepSpeed engine around one. Rank r takes
     micro-batches r, r + W, ...; a rank that has run out repeats one without counting it, because
@@ -63,8 +63,8 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
             if number < len(batches):
                 parts[name].add(batch, sums, per_token)
     gathered = dist.gather_to_main({name: part.as_arrays() for name, part in parts.items()})
-    return dist.broadcast_object(dist.together(
-        lambda: None if gathered is None else _scores(objective, gathered, rows, metrics)))
+    return dist.attended(
+        lambda: gathered and _scores(objective, gathered, rows, metrics), look)
 
 
 @contextmanager
@@ -102,6 +102,7 @@ class _Part:
             name: torch.cat(parts).numpy() for name, parts in self.per_token.items()}
 
 
+@torch.no_grad()  # a thread has its own
 def _scores(objective: Objective, gathered: list[dict[str, tuple]], rows: dict[str, list[Row]],
             metrics: tuple[str, ...]) -> dict[str, float]:
     """Return the scores over all corpora, and of each; `gathered`: what every rank has counted."""
@@ -130,7 +131,11 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
 
 
 def _own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
-    score = own_parts.function("evaluate.metrics", value)(total, per_token)
+    try:
+        score = own_parts.function("evaluate.metrics", value)(total, per_token)
+    except (Exception, SystemExit) as error:  # whatever a user's code may raise
+        raise UserError(f"evaluate.metrics: {value} failed ({type(error).__name__}: {error}); "
+                        "correct it, or leave it out") from error
     if not isinstance(score, int | float):
         raise UserError(f"evaluate.metrics: {value} returned {type(score).__name__}; it must "
                         "return a number")

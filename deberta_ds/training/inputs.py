@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deberta_ds.base.inputs import Input
+from deberta_ds.base.inputs import Input, identity_of
 from deberta_ds.base.numbers import format_count
 from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule, own_parts
@@ -25,8 +25,8 @@ from deberta_ds.files.remote import Cache
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.check import check_alike
 from deberta_ds.training.held_out import open_pairs
+from deberta_ds.training.join import check_alike
 from deberta_ds.training.pairs import Pairs, undecided
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
@@ -59,8 +59,7 @@ class Inputs:
         return self.opened["minimal pairs"].value
 
     def identity(self) -> dict[str, str]:
-        return {name: digest for one in self.opened.values()
-                for name, digest in one.identity.items()}
+        return identity_of(self.opened.values())
 
 
 def open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:

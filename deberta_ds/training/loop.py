@@ -6,31 +6,34 @@ random number generator nor a data iterator.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
+from deberta_ds.base.files import ReadFile
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import BEST
-from deberta_ds.checkpoint.save import point_best
+from deberta_ds.checkpoint.run_record import BEST, RunRecord
+from deberta_ds.checkpoint.save import Save, begin_save, finish_save, is_permanent, point_best
+from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig
+from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig, TrainConfig
 from deberta_ds.engine import engine
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.engine.state import read_loss_scale
+from deberta_ds.model.backbone import count_parameters
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tracking.records import read_metrics
 from deberta_ds.training import best
 from deberta_ds.training.bad_steps import BadSteps
+from deberta_ds.training.goodput import pause_of_copy, save_interval
 from deberta_ds.training.held_out import evaluate, score_minimal_pairs
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.journal import Journal
-from deberta_ds.training.saver import Saver
 from deberta_ds.training.start import Started, kernels_of, start
 from deberta_ds.training.step import BadStepError, StepResult, train_step
 
@@ -63,13 +66,17 @@ def _train(run: RunConfig, started: Started, watchdog: Watchdog) -> bool:
         if isinstance(error, BadStepError):  # on every rank
             with trainer.meters.during("saves"):
                 trainer.finish_save(wait=True)
+            trainer.saver.finish_uploads(watchdog.patience)
         trainer.journal.event("fail", str(error))
         raise
     with watchdog.patience():  # rank 0's trackers may take minutes
         dist.together(started.log.close)
     if stopped and dist.is_main():  # before what a launcher may cut short
         signals.record(EXIT_REQUEUE)
-    trainer.saver.finish_uploads(watchdog.patience)
+    if trainer.saver.finish_uploads(watchdog.patience, lambda: bool(
+            not stopped and started.stop_request)):
+        signals.record(EXIT_REQUEUE)
+        return True
     return stopped
 
 
@@ -87,6 +94,91 @@ def _profiled(run: RunConfig) -> Iterator[Callable[[], None]]:
     with torch.profiler.profile(schedule=plan, on_trace_ready=lambda recorded:
                                 recorded.export_chrome_trace(str(file))) as profiler:
         yield profiler.step
+
+
+class Saver:
+    """The checkpoints of one run: when they are due, and those written in the background.
+
+    Every decision is equal on all ranks: steps are, and where time decides it is rank 0's clock.
+    While a checkpoint is in the background, each step ends with one small all-reduce, so that all
+    ranks see at the same step that every file is on the disk, and finish it together.
+    """
+
+    def __init__(self, engine, out_dir: str | Path, train: TrainConfig,
+                 tokenizer: Mapping[str, ReadFile], say: Callable[[str], None]):
+        self.uploads = dist.together(lambda: Uploads(out_dir, train, say)
+                                     if train.upload and dist.is_main() else None)
+        if self.uploads:  # what was saved before a kill
+            self.uploads.begin()
+        self.engine, self.out_dir, self.train, self.tokenizer = engine, out_dir, train, tokenizer
+        self.begun_at = time.monotonic()
+        self.in_background: Save | None = None
+        self.pause_seconds = pause_of_copy(  # until one was measured
+            count_parameters(engine.module), dist.world_size())
+        self.write_seconds = 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after `step`; call on every rank, once a step."""
+        if step % self.train.save_every == 0 or is_permanent(self.train.keep_every, step):
+            return True
+        if self.train.save_minutes == 0 or step % self.train.log_every:
+            return False
+        late = time.monotonic() - self.begun_at >= self.interval_seconds()
+        return self.any_rank(late and dist.is_main())
+
+    def interval_seconds(self) -> float:
+        """Return the time after which a checkpoint is due whatever the step."""
+        if self.train.save_minutes != "auto":
+            return 60 * self.train.save_minutes
+        return save_interval(dist.world_size(), self.pause_seconds, self.write_seconds)
+
+    def begin(self, record: RunRecord, is_best: bool) -> None:
+        """Begin a checkpoint; a former one must have been finished."""
+        assert self.in_background is None, "two copies of the state would be in memory"
+        self.begun_at = time.monotonic()
+        self.in_background = begin_save(
+            self.engine, self.out_dir, record, self.train.keep, self.tokenizer,
+            in_background=self.train.save_in_background, is_best=is_best,
+            is_spared=self._is_spared)
+        self.pause_seconds = time.monotonic() - self.begun_at
+
+    def finish(self, *, wait: bool) -> Path | None:
+        """Return the directory of a checkpoint that is whole now, or None; call on every rank.
+
+        Without `wait`, only if every rank has written its file. Raises CheckpointError.
+        """
+        if self.in_background is None:
+            return None
+        if not wait and self.any_rank(not self.in_background.is_written()):
+            return None
+        one, self.in_background = self.in_background, None
+        path = finish_save(one)
+        self.write_seconds = time.monotonic() - self.begun_at
+        if self.uploads:
+            self.uploads.begin()
+        return path
+
+    def finish_uploads(self, patience: Callable[[], AbstractContextManager],
+                       asked: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the last checkpoint and the end of the metrics are at train.upload; return
+        whether any rank was `asked` to stop before: the next start copies the rest.
+        """
+        if self.uploads:
+            self.uploads.begin()
+        while self.train.upload and dist.from_main(
+                lambda: self.uploads is not None and self.uploads.is_running()):
+            if self.any_rank(asked()):
+                return True
+            with patience():
+                time.sleep(0.2)
+        return False
+
+    def _is_spared(self, path: Path) -> bool:
+        return is_permanent(self.train.keep_every, find.step_of(path)) or (
+            self.uploads is not None and path == self.uploads.current)
+
+    def any_rank(self, flag: bool) -> bool:
+        return bool(dist.sum_over_ranks(torch.tensor(float(flag), device=self.engine.device)))
 
 
 class _StopError(Exception):
@@ -226,8 +318,7 @@ class Trainer:
         """Finish a save that is written; raise _StopError, on every rank, if any was asked to stop.
         """
         self.finish_save(wait=False)
-        asked = torch.tensor(float(bool(self.stop_request)), device=self.engine.device)
-        if dist.sum_over_ranks(asked):
+        if self.saver.any_rank(bool(self.stop_request)):
             raise _StopError
 
     def _evaluate(self) -> bool:

@@ -123,10 +123,11 @@ def encode_sentences(sentences: list[str], tokenizer: Tokenizer, longest: int) -
 def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
     """Yield (place for errors, name below `path`, contents) in the order of the names."""
     if path.is_dir():
-        for file in sorted(path.rglob("*")):
-            if file.is_file() and _holds_pairs(file):
-                with naming(file):
-                    yield str(file), str(file.relative_to(path)), file.read_bytes()
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and _holds_pairs(file)]
+        _check_size(path, sum(file.stat().st_size for file in files))
+        for file in files:
+            with naming(file):
+                yield str(file), str(file.relative_to(path)), file.read_bytes()
     elif not path.exists():
         raise UserError(f"{path}: no such file or directory; name minimal pairs, such as BLiMP's "
                         "data directory")

@@ -21,11 +21,10 @@ from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
 from deberta_ds.files import remote
-from deberta_ds.training.check import changed_values
 from deberta_ds.training.goodput import STATE_BYTES
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.join import join_group
-from deberta_ds.training.start import build, describe, open_run
+from deberta_ds.training.start import build, changed_values, describe, open_run
 from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_of
 
 # Checks of the nodes of a job: clocks, links within and between nodes, disk.

@@ -1,9 +1,12 @@
 """Start a run: join the process group, lock out_dir, open the inputs, build the engine."""
 
+import itertools
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ from deberta_ds.cluster import alarm, dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.options import raise_problems
-from deberta_ds.config.run_config import RunConfig, SourceConfig
-from deberta_ds.config.toml_files import non_default_texts
+from deberta_ds.config.run_config import FREE_FIELDS, RunConfig, SourceConfig
+from deberta_ds.config.toml_files import flatten, non_default_texts
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.optim import thaw_factor
@@ -37,7 +40,6 @@ from deberta_ds.tracking import trackers
 from deberta_ds.tracking.log import RunLog
 from deberta_ds.training import meters
 from deberta_ds.training.best import check_link
-from deberta_ds.training.check import changed_values, check_identity
 from deberta_ds.training.inputs import Inputs, open_inputs
 from deberta_ds.training.join import join_group, kernel_choices, versions
 
@@ -65,7 +67,8 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
     Raises UserError, on every rank.
     """
     warnings = join_group(run, ds_values, place, {"--resume": resume, "--check": False})
-    stop_request = signals.listen()  # before, a signal ends the process: there is nothing to save
+    stop_request = signals.listen()  # before, a signal ends the process
+    stop_request.leave = partial(_leave, run.out_dir)
     with lock.held(run.out_dir):
         watchdog.join()
         found, record, inputs = open_run(run, ds_values, place, resume)
@@ -79,22 +82,23 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         for line in (*describe(run, inputs, origins), *warnings, *found.warnings()):
             log.info(line)
         dist.on_main(lambda: write_config(run, inputs, origins))
-        _leave_if_asked(stop_request)
         model_engine = build(run, inputs, record, log.info)
         if record:
             _restore(run, inputs, found, record, model_engine, log)
-        _leave_if_asked(stop_request)
         before, now = dist.together(lambda: meters.lost_seconds(log.path, record))
         dist.together(lambda: log.truncate(record.step if record else 0))
+        stop_request.leave = None  # the loop looks
         dist.barrier()
         alarm.end()  # from here on the watchdog sees who fails
         yield Started(found, record, inputs, log, stop_request, model_engine, before, now)
 
 
-def _leave_if_asked(request: signals.StopRequest) -> None:
-    """End the start, on every rank, if any rank was asked to stop: there is nothing to save."""
-    if any(dist.gather_objects(bool(request))):
-        raise SystemExit(EXIT_REQUEUE)
+def _leave(out_dir: str) -> None:
+    """End all ranks in the middle of a start: there is nothing to save."""
+    signals.record(EXIT_REQUEUE)
+    lock.release(out_dir)
+    alarm.sound("asked to stop", EXIT_REQUEUE)
+    os._exit(EXIT_REQUEUE)
 
 
 def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
@@ -251,3 +255,88 @@ def first_weights(run: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Tenso
     if not (run.init.source or run.init.generator):
         return {}, []
     return dist.together(lambda: initial_tensors(run, tokenizer) if dist.is_main() else ({}, []))
+
+
+MEASURED = ("held-out ", "minimal pairs")  # names of inputs that decide scores, not weights
+
+
+def check_identity(run: RunConfig, identity: dict[str, str], record: RunRecord, place: str
+                   ) -> list[str]:
+    """Raise CheckpointError with a diff if a checkpoint's run.json is of another run; return lines
+    on what is measured with other data now.
+
+    Inputs are what is in their files, wherever these lie: `identity` is compared with the saved
+    one, the paths are not.
+    """
+    now, then = _now_and_then(run, record)
+    saved = {"tokenizer": record.tokenizer_sha256} | record.content_hashes
+    lines = [_difference(key, *(json.dumps(values.get(key), ensure_ascii=False)
+                               for values in (then, now)))
+             for key in sorted(now.keys() | then.keys())
+             if now.get(key) != then.get(key) and _decides_weights(key)]
+    sources = itertools.zip_longest(
+        _described_sources(then["data.sources"], saved),
+        _described_sources(now["data.sources"], identity), fillvalue=("none", "none"))
+    lines += [_difference(f"data.sources[{number}]", *map(": ".join, pair))
+              for number, pair in enumerate(sources) if pair[0][1] != pair[1][1]]
+    others = {name: (saved[name], digest) for name, digest in identity.items()
+              if name in saved and saved[name] != digest
+              and name not in [source.path for source in run.data.sources]}
+    measured = [name for name in others if name.startswith(MEASURED)
+                or name in run.evaluate.metrics]
+    lines += [_difference(*_named(name, then, now, *others[name]))
+              for name in others if name not in measured]
+    if lines:
+        raise CheckpointError(
+            f"{place} is of another run (- saved, + now):\n  " + "\n  ".join(lines)
+            + "\n  change these back, or use another out_dir: for a new run, or to go on from here "
+            f'with other data, with [init] from = "{place}" and moments = true')
+    return [f"{name}: other content, {others[name][0][:12]} -> {others[name][1][:12]}: its scores "
+            "are not those of before" for name in measured]
+
+
+def _named(name: str, then: dict, now: dict, saved: str, digest: str) -> tuple[str, str, str]:
+    key, before, after = (f"data.{name}", f"{then['data.tokenizer']}, ",
+                          f"{now['data.tokenizer']}, ") if name == "tokenizer" else (name, "", "")
+    return key, f"{before}sha256 {saved}", f"{after}sha256 {digest}"
+
+
+def _difference(key: str, then: str, now: str) -> str:
+    return f"- {key} = {then}\n  + {key} = {now}"
+
+
+def _described_sources(
+        sources: list[dict], content_hashes: dict[str, str]) -> list[tuple[str, str]]:
+    """Return (path, everything else that decides its rows) of each source, in order."""
+    return [(source["path"], json.dumps(
+        {"content_hash": content_hashes.get(source["path"])}
+        | {key: value for key, value in source.items()
+           if key not in ("path", "replaced")})) for source in sources]  # known by content_hash
+
+
+def changed_values(run: RunConfig, record: RunRecord) -> list[str]:
+    """Return "key: then -> now" for values that may change on resume and did."""
+    now, then = _now_and_then(run, record)
+    return [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(now.keys() | then.keys())
+            if now.get(key) != then.get(key) and not _decides_weights(key)]
+
+
+def _now_and_then(run: RunConfig, record: RunRecord) -> tuple[dict, dict]:
+    """Return both configs flat; one saved before a key existed gets that key's default."""
+    then = record.run("run.json")
+    return flatten(run_config.to_dict(run)), flatten(run_config.to_dict(then))
+
+
+_DECIDING = {"data": {"seq_len", "seed", "attend_across_documents"},
+             "train": {"seed", "global_batch_size", "initial_batch_size", "batch_warmup_steps",
+                       "freeze", "freeze_steps"},
+             "optim": {"name"}, "init": {"embeddings_only"}}
+
+
+def _decides_weights(key: str) -> bool:
+    """Return whether a resumed run must agree with its checkpoint in `key`, as in the content of
+    its inputs (training/inputs.py); the rest may change and is logged.
+    """
+    section, _, name = key.partition(".")
+    return (section in ("model", "objective") and key not in FREE_FIELDS
+            or name in _DECIDING.get(section, ()))

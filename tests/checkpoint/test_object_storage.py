@@ -33,7 +33,7 @@ from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.files import remote
-from deberta_ds.training.saver import Saver
+from deberta_ds.training.loop import Saver
 
 
 class Shop(LocalFileSystem):
@@ -201,7 +201,8 @@ def test_what_is_uploaded_is_not_deleted_meanwhile(tmp_path, shop):
     """With keep = 1 and a slow upload none would ever be there."""
     train = config(f"shop://{tmp_path}/store", keep=1, keep_every=10)
     saver = Saver(SimpleNamespace(module=torch.nn.Linear(1, 1)), tmp_path, train, {}, print)
-    saver.uploads._round.result()  # that of the start, which says what is current until it ends
+    while saver.uploads.is_running():  # the round of the start says what is current until it ends
+        time.sleep(0.01)
     for step in (10, 15, 16, 17):
         make_checkpoint(tmp_path, step)
     saver.uploads.current = find.path_of(tmp_path, 15)

@@ -27,7 +27,7 @@ from deberta_ds.data.replaced import read_replaced_manifest, shard_path
 from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
-from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.reader import load_backbone
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking.records import read_metrics
 

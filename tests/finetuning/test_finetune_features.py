@@ -12,8 +12,8 @@ import torch
 from superglue_helpers import ALL_TASKS, FEW, needs_real, sample, tiny_start
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import encoded as encoding
 from deberta_ds.finetuning import features as module
+from deberta_ds.finetuning import inputs as encoding
 from deberta_ds.finetuning.features import TooLongError, collate, encode, token_range, window_starts
 from deberta_ds.finetuning.heads import MentionHead, TaskModel, loss_sum, mean_by
 from deberta_ds.finetuning.predict import num_scores, predictions_of

@@ -119,6 +119,16 @@ def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
         sweep.run_all(plan(tmp_path))
 
 
+def test_a_finished_seed_keeps_no_lock_of_a_dead_job(process_group, tmp_path):
+    """A TERM between its result and the end left run.lock for ever."""
+    sweep.run_all(plan(tmp_path, num_seeds=1))
+    path, mine = tmp_path / "CB/seed-1" / lock.NAME, lock.this_process()
+    for change, stays in (({"started": mine.started + 1}, False), ({"machine": "another"}, True)):
+        path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(mine, **change))))
+        sweep.run_all(plan(tmp_path, num_seeds=1))
+        assert path.exists() == stays  # a job on another machine may live
+
+
 def test_another_start_or_test_table_is_not_taken_for_the_same(process_group, tmp_path):
     result = tmp_path / "out" / "CB" / "seed-1" / "result.json"
     sweep.run_all(plan(tmp_path / "out", num_seeds=1))
@@ -316,7 +326,7 @@ def test_random_starts_differ_by_seed_and_only_by_seed():
 
 def test_a_diagnostic_set_is_no_task_to_train():
     with pytest.raises(UserError, match="AX-b has no training data; the RTE model predicts it"):
-        build_sweep(Namespace(data="x"), [], (task_named("AX-b"),), {}, False)
+        build_sweep(Namespace(data="x", out="o"), [], (task_named("AX-b"),), {}, False)
 
 
 def test_the_best_evaluation_is_that_of_the_metric_that_was_asked_for(monkeypatch):

@@ -5,7 +5,7 @@ from test_finetune_loop import plan
 from test_finetune_own import rows_of, write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import sweep
+from deberta_ds.finetuning import inputs, sweep
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import resolve
@@ -89,9 +89,9 @@ def test_skipped_test_tables_are_not_read(tmp_path):
     path = write_task(tmp_path, "classification", rows, test="broken.jsonl")
     (tmp_path / "broken.jsonl").write_text("{")
     task, _ = load_own_task(path)
-    assert sweep.read_task(plan(tmp_path, [task], predict_test=False), task, {})[2] == {}
+    assert inputs.read_tables(plan(tmp_path, [task], predict_test=False), task).tests == {}
     with pytest.raises(UserError, match="broken.jsonl"):
-        sweep.read_task(plan(tmp_path, [task]), task, {})
+        inputs.read_tables(plan(tmp_path, [task]), task)
     for option in ({"init_from": {"RTE": "x"}}, {"carved": ("RTE",)}):
         with pytest.raises(UserError, match="RTE: is none of the tasks of this run, mine"):
             sweep.run_all(plan(tmp_path, [task], **option))

@@ -16,10 +16,10 @@ from test_metrics_references import task_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint.find import Found
-from deberta_ds.finetuning import encoded as encoding
+from deberta_ds.finetuning import inputs as encoding
 from deberta_ds.finetuning import loop, resume, sweep
 from deberta_ds.finetuning.directory import load_finetuned
-from deberta_ds.finetuning.job import digest
+from deberta_ds.finetuning.inputs import digest
 from deberta_ds.tasks.layouts import Example, TextSpan
 from deberta_ds.training.step import train_step
 

@@ -12,8 +12,7 @@ from test_finetune_loop import plan
 from test_finetune_own import WORDS, rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import encoded as encoding
-from deberta_ds.finetuning import sweep
+from deberta_ds.finetuning import inputs, sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode, shortened
 from deberta_ds.finetuning.models import build_model
@@ -107,7 +106,7 @@ def test_all_misplaced_answers_are_named_in_one_run(process_group, tmp_path):
 def test_training_leaves_out_what_it_may(process_group, tmp_path, monkeypatch):
     """Under max_bad every text was encoded twice."""
     encoded: list[str] = []
-    monkeypatch.setattr(encoding, "encode", lambda task, examples, *rest, **more: encode(
+    monkeypatch.setattr(inputs, "encode", lambda task, examples, *rest, **more: encode(
         task, [encoded.append(e.place) or e for e in examples], *rest, **more))
     rows: list = rows_of("classification", 24)
     rows[3] |= {"label": None}
@@ -137,7 +136,7 @@ def test_bad_rows_of_each_test_table_are_listed_in_a_file_of_their_own(process_g
     write_rows(tmp_path / "test.jsonl", [*rows, {"words": 3, "extra": "x"}])
     write_rows(tmp_path / "old.jsonl", rows)
     task = load_own_task(path)[0]
-    _, _, tests, _ = sweep.read_task(plan(tmp_path / "out", [task], max_bad=1), task, {})
+    tests = inputs.read_tables(plan(tmp_path / "out", [task], max_bad=1), task).tests
     assert {name: len(split.examples) for name, split in tests.items()} == {"mine": 8, "old": 8}
     (line,) = (tmp_path / "out" / "mine.test.bad_rows.txt").read_text().splitlines()
     assert "test.jsonl:9: " in line
@@ -145,10 +144,9 @@ def test_bad_rows_of_each_test_table_are_listed_in_a_file_of_their_own(process_g
 
 def test_a_diagnostic_set_is_encoded_as_the_task_whose_model_predicts_it(process_group, tmp_path):
     """With max_bad it had settings of its own: max_length 256, whatever RTE's was."""
-    encoded: dict = {}
     wanted = plan(tmp_path, ["RTE"], ("--RTE.max_length=30",), max_bad=99)
-    _, _, tests, _ = sweep.read_task(wanted, wanted.tasks[0], encoded)
-    rows = [row for feature in encoded[id(tests["AX-b"])] for row in feature.sequences]
+    found = inputs.read_tables(wanted, wanted.tasks[0])
+    rows = [row for feature in found.encoded[id(found.tests["AX-b"])] for row in feature.sequences]
     assert max(map(len, rows)) == 30
 
 

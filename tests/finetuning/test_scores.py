@@ -26,13 +26,13 @@ from test_metrics_references import labelled, task_of
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import predict_file, sweep
 from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.finetuning.predict import as_text, scores_of
 from deberta_ds.finetuning.run import write_result
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.answer_texts import normalize
 from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
-from deberta_ds.tasks.scores import as_text, scores_of
 from deberta_ds.tasks.task import TASKS, task_named
 
 DICE = np.random.default_rng(5)

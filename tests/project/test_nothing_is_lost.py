@@ -50,26 +50,46 @@ def test_a_url_with_checkpoints_of_version_0_2_0_is_known_by_one_of_them(tmp_pat
     claim(tmp_path / "mine", f"file://{tmp_path}/there")
 
 
+SLOW = """
+import time
+def score(total, per_token):
+    open("{0}", "w").close()
+    time.sleep(60)
+"""
+
+
 @pytest.mark.multi
 @pytest.mark.slow
-def test_a_signal_in_a_long_evaluation_saves_and_the_next_start_scores(tmp_path):
-    """C2: nothing was saved, and it was said that it was."""
-    run = make_run(tmp_path, steps="10", eval_every="5", save_every="5")
+@pytest.mark.parametrize("part, steps, last", [
+    ("evaluation", 10, 5), ("own score", 10, 5), ("start", 5, 0), ("upload", 5, 5)])
+def test_a_signal_in_a_slow_part_saves_and_the_next_start_goes_on(tmp_path, part, steps, last):
+    """C2: nothing was saved, and it was said that it was; a start and an upload did not look."""
+    run = make_run(tmp_path, steps=str(steps), eval_every="5", save_every="5")
     common = options_of(run, deepspeed_json(tmp_path / "ds.json", 1))
-    processes = rank_helpers.start(2, common, tmp_path / "log",
-                                   ROOT / "tests/workers/slow_evaluation.py")
-    saved = path_of(tmp_path / "out", 5) / "manifest.json"
+    slow, seen = list(common), path_of(tmp_path / "out", last) / "manifest.json"
+    if part == "own score":
+        seen = tmp_path / "out/began"
+        (tmp_path / "slow.py").write_text(SLOW.format(seen))
+        slow.append(f'--evaluate.metrics=["{tmp_path}/slow.py:score"]')
+    elif part == "start":
+        seen = tmp_path / "out/run.lock"
+    elif part == "upload":
+        slow.append(f"--train.upload=file://{tmp_path}/there")
+    processes = rank_helpers.start(2, [part, *slow], tmp_path / "log",
+                                   ROOT / "tests/workers/slow_parts.py")
     until = time.monotonic() + 60
-    while not saved.exists() and time.monotonic() < until:  # it waits for no evaluation
+    while not seen.exists() and time.monotonic() < until:  # a save waits for no evaluation
         time.sleep(0.1)
-    assert saved.exists(), (tmp_path / "log").read_text()
+    time.sleep(1.0)
+    assert seen.exists(), (tmp_path / "log").read_text()
     began = time.monotonic()
     os.kill(processes[1].pid, signal.SIGTERM)  # one rank alone was told
     assert rank_helpers.wait(processes, 30) == [75, 75], (tmp_path / "log").read_text()
     assert time.monotonic() - began < 10
+    assert path_of(tmp_path / "out", last).exists() == (last > 0)
     rank_helpers.run(2, common, tmp_path / "log2")
     records = [one for one in read_metrics(tmp_path / "out/metrics.jsonl") if one["kind"] == "eval"]
-    assert [one["step"] for one in records] == [5, 10]
+    assert [one["step"] for one in records] == list(range(5, steps + 1, 5))
 
 
 def test_remains_that_cannot_be_deleted_are_set_aside(tmp_path, monkeypatch):

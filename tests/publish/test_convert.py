@@ -20,8 +20,7 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.publish.convert import convert, microsoft_tensors, write_microsoft
 from deberta_ds.release import configs, read_back
 from deberta_ds.release.ours import write_ours
-from deberta_ds.release.pretrained import load_backbone
-from deberta_ds.release.reader import SIDE_FILE, read_release
+from deberta_ds.release.reader import SIDE_FILE, load_backbone, read_release
 from deberta_ds.release.release import build_backbone
 
 SAID = "transformers reads other rows of the source's relative table"

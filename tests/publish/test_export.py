@@ -31,8 +31,7 @@ from deberta_ds.publish.convert import write_microsoft
 from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.release import configs, names, read_back
 from deberta_ds.release.ours import release_of_state, write_ours
-from deberta_ds.release.pretrained import load_backbone
-from deberta_ds.release.reader import read_release
+from deberta_ds.release.reader import load_backbone, read_release
 from deberta_ds.release.release import build_backbone
 
 

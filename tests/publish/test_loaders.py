@@ -11,7 +11,7 @@ from export_cases import make_release
 from superglue_helpers import saved_model
 
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.reader import load_backbone
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,7 @@ from deberta_ds.data.batch import IGNORE, Row, collate
 from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_masked_lm
 from deberta_ds.finetuning.models import open_start
 from deberta_ds.publish.convert import convert
-from deberta_ds.release.pretrained import load_backbone
-from deberta_ds.release.reader import read_release
+from deberta_ds.release.reader import load_backbone, read_release
 from deberta_ds.tokenizer import Tokenizer
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import runpy
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,11 +18,12 @@ from export_cases import make_release
 from launching import ROOT
 from superglue_helpers import saved_model, tiny_start
 
+from deberta_ds.api import jobs
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.models import build_model
 from deberta_ds.publish import hf
-from deberta_ds.publish.convert import convert
+from deberta_ds.publish.convert import Summary, convert
 from deberta_ds.release.ours import write_ours
 from deberta_ds.report import model_card
 from deberta_ds.tasks.settings import Settings
@@ -79,6 +81,17 @@ def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
     assert "On held-out sequences at step 40." in text and "0.444" in text and "0.556" not in text
     assert "generator in `generator/`" in text and 'load_masked_lm("me/mine")' in text
     assert "This is a discriminator" in text and "no missing, no unexpected keys" in text
+
+
+def test_a_card_is_of_the_checkpoint_that_was_exported(tmp_path, monkeypatch):
+    """Of a run that had saved a newer one meanwhile, it was of that one."""
+    run, given = make_checkpoint(tmp_path / "run"), []
+    shutil.copytree(run / "checkpoints/step-00000040", run / "checkpoints/step-00000050")
+    summary = Summary((), (), (), run / "checkpoints/step-00000040")
+    monkeypatch.setattr(jobs, "convert", lambda *_, finish, **__: finish(tmp_path, summary))
+    monkeypatch.setattr(jobs, "write_card", lambda source, *_: given.append(source))
+    jobs.export(run, tmp_path / "out")
+    assert given == [run / "checkpoints/step-00000040"]
 
 
 def test_a_card_says_what_its_publisher_says(tmp_path):

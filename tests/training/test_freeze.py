@@ -22,7 +22,7 @@ from deberta_ds.model.parts import layer_shares
 from deberta_ds.objectives.build import build_model, freeze_problems, held_parameters
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import bad_steps, best, journal, loop
-from deberta_ds.training.check import check_run
+from deberta_ds.training.join import check_run
 from deberta_ds.training.start import _frozen_lines
 
 FREEZE = ["embeddings", "layers.0"]

@@ -14,6 +14,7 @@ from data_helpers import RUN_RECORD
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.training import best, goodput, journal, saver
+from deberta_ds.training.loop import Saver
 from deberta_ds.training.meters import (
     Meters,
     SpeedMeter,
@@ -24,7 +25,6 @@ from deberta_ds.training.meters import (
     repeated_seconds,
     seconds_since_start,
 )
-from deberta_ds.training.saver import Saver
 
 
 def test_the_line_counts_saves_evaluations_starts_and_what_a_crash_has_lost():

@@ -1,0 +1,345 @@
+"""What a fine-tuning reads (base/inputs.py), opened once for all seeds of a task; one run of it.
+
+The model with its tokenizer, and DeepSpeed's JSON, are the same for all tasks (options.py). Tables,
+and a fine-tuned model to start from, are a task's own. Their identity is what ranks compare, what
+another seed and a continuation compare, and what result.json names.
+
+A split is encoded once per node: each rank encodes a part and pickles it into memory without a name
+(memfd), which all of them map. It goes with their last process, however that ends.
+"""
+
+import os
+import pickle
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from mmap import ACCESS_READ, mmap
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import xxhash
+
+from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.inputs import Input, identity_of
+from deberta_ds.cluster import dist
+from deberta_ds.cluster.process import machine
+from deberta_ds.config.run_config import to_dict
+from deberta_ds.engine import ds_config
+from deberta_ds.finetuning.directory import Finetuned, find_finetuned, is_finetuned, load_finetuned
+from deberta_ds.finetuning.features import Feature, TooLongError, encode
+from deberta_ds.finetuning.models import Start, start_from
+from deberta_ds.finetuning.predict import score_split
+from deberta_ds.tasks import readers
+from deberta_ds.tasks.layouts import is_labelled
+from deberta_ds.tasks.readers import Split
+from deberta_ds.tasks.settings import Settings, resolve
+from deberta_ds.tasks.tables import Faults
+from deberta_ds.tasks.task import TASK_NAMES, TEST, Task, diagnostics_of
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.training.join import check_alike
+
+_BLOCK_ROWS = 4096
+_SAY_SECONDS = 10.0  # between two lines on the progress of encoding
+_values_of = attrgetter(*[field.name for field in fields(Feature)][1:])  # all but its position
+CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
+_CARVE_SEED = 0
+
+
+class Encoded(Sequence[Feature]):
+    """The features in files of (path, how many), each made anew when it is asked for.
+
+    lost: positions of the examples that have none. `Feature.position` is the place in here.
+    """
+
+    def __init__(self, files: Iterable[tuple[str, int]], lost: Sequence[int] = ()):
+        self.lost = lost
+        self._parts, self._first = [], [0]
+        for path, count in files:
+            with open(path, "rb") as file:
+                data = mmap(file.fileno(), 0, access=ACCESS_READ)
+            starts = np.frombuffer(data, np.int64, count + 1, len(data) - 8 * (count + 1))
+            self._parts.append((data, starts))
+            self._first.append(self._first[-1] + count)
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def __getitem__(self, place):
+        if isinstance(place, slice):
+            return [self[number] for number in range(len(self))[place]]
+        place = range(len(self))[place]
+        part = bisect_right(self._first, place) - 1
+        (data, starts), row = self._parts[part], place - self._first[part]
+        return Feature(place, *pickle.loads(data[starts[row] : starts[row + 1]]))
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A task's splits: `tests` are predicted (and scored, with labels), `diagnostics` scored, both
+    by name.
+    """
+
+    train: Split
+    val: Split
+    tests: Mapping[str, Split] = field(default_factory=dict)
+    diagnostics: Mapping[str, Split] = field(default_factory=dict)
+    # By the id of a split; the seeds of a task have splits and settings in common.
+    encoded: dict[int, Encoded] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One (task, seed) run."""
+
+    task: Task
+    seed: int
+    settings: Settings
+    start: Start
+    tables: Tables
+    out: Path  # the run's own directory
+    deepspeed: dict  # checked DeepSpeed JSON
+    device: torch.device
+    inputs: tuple[Input, ...] = ()  # all that was read
+    init_from: str = ""  # a fine-tuned directory of another task,
+    initial: Finetuned | None = None  # what was read there, once for all seeds
+    keep_model: bool = True
+    show_scores: bool = False  # as tables, at the end
+    say: Callable[[str], None] = print
+
+    def features(self, split: Split) -> Encoded:
+        """Return one of the run's splits encoded, once for all seeds.
+
+        UserError names an example that cannot be made to fit.
+        """
+        encoded = self.tables.encoded
+        if id(split) not in encoded:
+            encoded[id(split)] = encode_split(split, self.start.tokenizer, self.settings, self.say)
+        return encoded[id(split)]
+
+    def scores(self, model: Callable, split: Split) -> list[np.ndarray]:
+        """Return what `model`, in evaluation mode, gives every example; call it on every rank."""
+        return score_split(model, split.task, split.examples, self.features(split),
+                           global_batch_size=self.settings.eval_batch_size, device=self.device)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run on disk must agree in, to stand for this one."""
+        return {"task": self.task.name, "seed": self.seed, "settings": to_dict(self.settings),
+                "start": self.start.name, "init_from": self.init_from, **identity_of(self.inputs)}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What the command line asks for."""
+
+    tasks: tuple[Task, ...]
+    num_seeds: int
+    start: Start
+    data: str
+    out: Path
+    deepspeed: dict
+    device: torch.device
+    # task name -> the settings that were given
+    settings: Mapping[str, Mapping] = field(default_factory=dict)
+    init_from: Mapping[str, str] = field(default_factory=dict)  # task name -> fine-tuned directory
+    carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
+    any_size: bool = False
+    max_bad: int = 0  # rows of a table that may be left out because they cannot be used
+    predict_test: bool = True
+    keep_models: bool = True
+    show_scores: bool = False  # of every run
+    say: Callable[[str], None] = print
+
+
+def open_inputs(sweep: Sweep, task: Task) -> tuple[Input, ...]:
+    """Open what the runs of a task read; call on every rank. UserError on every rank."""
+    return (Input("model", sweep.start, sweep.start.identity()),
+            Input("DeepSpeed JSON", sweep.deepspeed,
+                  {"precision": ds_config.precision(sweep.deepspeed)}),
+            _tables(sweep, task), _initial(sweep, task))
+
+
+def _initial(sweep: Sweep, task: Task) -> Input:
+    """Open the fine-tuned model that a task starts from: (its place, what was read there). One that
+    is gone does not matter to runs that are finished.
+    """
+    def opened() -> tuple[str, Finetuned | None]:
+        if task.name not in sweep.init_from:
+            return "", None
+        place = find_finetuned(sweep.init_from[task.name])
+        if not is_finetuned(place):
+            return str(place), None
+        found = load_finetuned(place)
+        start_from(sweep.start, found, str(place))  # said before hours of training
+        if found.failure:
+            sweep.say(f"warning: the run of {place} failed: {found.failure}")
+        return str(place), found
+
+    place, found = dist.together(opened)
+    return Input("init_from", (place, found), {"initial": found.identity if found else {}})
+
+
+def _tables(sweep: Sweep, task: Task) -> Input:
+    found = read_tables(sweep, task)
+    dist.together(lambda: _check(sweep, found))
+    train, val = found.train, found.val
+    return Input("tables", found, {
+        "train": [train.source, len(train.examples)], "val": [val.source, len(val.examples)],
+        "labels_and_texts": digest(task, train, val),
+        "tests": {name: digest(split.task, split) for name, split in found.tests.items()}})
+
+
+def digest(task: Task, *splits: Split) -> str:
+    """Return a hash of what a task makes of its data: texts, labels, answers, metrics."""
+    found = xxhash.xxh3_128(repr((task.head, task.labels, task.metrics, task.language,
+                                    task.columns.get("group"))).encode())
+    for example in chain.from_iterable(split.examples for split in splits):
+        found.update(repr((example.sequences, example.label, example.spans, example.names,
+                           example.gold)).encode("utf-8", "surrogatepass"))
+    return found.hexdigest()
+
+
+def _check(sweep: Sweep, tables: Tables) -> None:
+    """UserError for what is wrong with the tables; texts that two of them share are said."""
+    readers.check_targets(tables.train)
+    readers.check_targets(tables.val)
+    for split in (tables.val, *tables.tests.values()):
+        lost = [e.place for e in split.examples if e.group is None and is_labelled(e)]
+        if lost and (column := split.task.columns.get("group")):
+            raise UserError(f"{lost[0]}: no column {column!r} (group in the task file); scores "
+                            "are to be shown by its values")
+        shared, place = readers.count_shared(tables.train, split)
+        if shared:
+            sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
+                      f"{split.source} are in {tables.train.source} too (such as {place}); their "
+                      "scores say nothing about new texts")
+
+
+def read_tables(sweep: Sweep, task: Task) -> Tables:
+    """Return the splits of `task`.
+
+    A test of an own task that has no name is called as the task; the diagnostic of MNLI is MNLI-mm.
+    Under `max_bad` all are encoded here, without what cannot be.
+    """
+    encoded: dict[int, Encoded] = {}
+
+    def read_parts(of: Task, split: str, carved: float = 0, name: str = "") -> list[Split]:
+        """Return a split, or the two that are carved out of it, the first with such a share."""
+        faults = Faults(sweep.max_bad, sweep.out / f"{of.name}.{name or split}.bad_rows.txt")
+        whole = dist.together(lambda: readers.read_split(
+            of, sweep.data, split, any_size=sweep.any_size, faults=faults))
+        before = len(faults.errors)
+        parts = [*readers.carve(whole, carved, _CARVE_SEED)] if carved else [whole]
+        if sweep.max_bad and "gender_parity" not in of.metrics:  # of pairs, no line goes alone
+            parts = [_that_fit(sweep, task, part, faults, encoded) for part in parts]
+        said = whole.left_out if len(faults.errors) == before else faults.check(
+            before + len(whole.examples), faults.fit(task, f"--{task.name}."))
+        if said:
+            sweep.say(f"{whole.source}: {said}")
+        return parts
+
+    def read(of: Task, split: str, name: str = "") -> Split:
+        return read_parts(of, split, name=name)[0]
+
+    if task.val_share and "val" not in task.files:
+        train, val = read_parts(task, "train", 1 - task.val_share)
+    elif task.name in sweep.carved:
+        train, val = read_parts(task, "val", CARVED_SHARE)
+    else:
+        val, train = read(task, "val"), read(task, "train")
+    found = Tables(train, val, tests := {}, diagnostics := {}, encoded)
+    if task.name not in TASK_NAMES:
+        for place, table in task.files.items():
+            if sweep.predict_test and place.startswith("test"):
+                name = task.name if place == "test" else place.removeprefix(TEST)
+                own = replace(task, files={"test": table})
+                tests[name] = read(own, "test", place.replace("/", "."))
+        return found
+    for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
+        there = dist.together(lambda test=test: [
+            readers.has_split(test, sweep.data, split) for split in ("val", "test")])
+        check_alike({f"{test.name}: there are val and test": there})
+        if test.predicted_by and there[0]:
+            diagnostics[test.name] = read(test, "val")
+        if there[1]:
+            tests[test.name] = read(test, "test")
+        else:
+            sweep.say(f"{test.name}: no test split under {sweep.data}, no submission file")
+    return found
+
+
+def _that_fit(sweep: Sweep, task: Task, split: Split, faults: Faults,
+              encoded: dict[int, Encoded]) -> Split:
+    """Return a split that `task` predicts, without what cannot be encoded, such as long texts."""
+    settings = resolve(task, sweep.settings)
+    features = encode_split(split, sweep.start.tokenizer, settings, sweep.say, faults)
+    if lost := {*features.lost}:
+        split = replace(split, examples=tuple(
+            example for n, example in enumerate(split.examples) if n not in lost))
+    encoded[id(split)] = features
+    return split
+
+
+def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
+                 say: Callable[[str], None], faults: Faults | None = None) -> Encoded:
+    """Return a split's features as `encode` does, and say every 10 seconds how far it is.
+
+    Call it on every rank; all raise the same error.
+    """
+    total, bad, where = len(split.examples), Faults(), f"{split.source}, encoded in memory"
+    ours = [rank for rank, name in enumerate(dist.gather_objects(machine())) if name == machine()]
+    part = range(*(total * (ours.index(dist.rank()) + n) // len(ours) for n in (0, 1)))
+
+    def encode_part() -> tuple[int, list, list]:
+        with naming(where):
+            return _encode_part(file, split, part, tokenizer, settings, say,
+                                None if faults is None else bad)
+
+    with naming(where), os.fdopen(os.memfd_create("features"), "wb") as file:
+        count, lost, long = dist.together(encode_part)
+        mine = (f"/proc/{os.getpid()}/fd/{file.fileno()}", count)
+        found = dist.gather_objects((mine, lost, long, bad.errors, bad.needed))
+        files, gone, longer, named, most = zip(*[found[rank] for rank in ours], strict=True)
+        if too_long := [*chain(*longer)]:
+            needed, place, _ = max(too_long)
+            raise TooLongError(place, needed, sum(count for *_, count in too_long), total,
+                               settings.max_length)
+        if faults is not None:
+            faults.errors |= dict(chain(*(errors.items() for errors in named)))
+            faults.needed = max(faults.needed, *most)
+        # No file is closed before all ranks have opened it.
+        return dist.together(lambda: Encoded(files, [*chain(*gone)]))
+
+
+def _encode_part(file: BinaryIO, split: Split, part: range, tokenizer: Tokenizer,
+                 settings: Settings, say: Callable[[str], None], faults: Faults | None
+                 ) -> tuple[int, list[int], list[tuple[int, str, int]]]:
+    """Write the features of a part of a split, then where each begins. Return (how many there are,
+    positions of the examples that have none, (tokens, place, count) of what is too long).
+    """
+    said, starts = time.monotonic(), array("q", [0])
+    lost: list[int] = []
+    long: list[tuple[int, str, int]] = []
+    for first in part[::_BLOCK_ROWS]:
+        rows, features = range(first, min(first + _BLOCK_ROWS, part.stop)), []
+        try:
+            features = encode(
+                split.task, split.examples[first : rows.stop], tokenizer,
+                max_length=settings.max_length, window_overlap=settings.window_overlap,
+                truncation=settings.truncation, faults=faults)
+        except TooLongError as error:
+            long.append((error.needed, error.place, error.count))
+        for feature in features:
+            starts.append(starts[-1] + file.write(pickle.dumps(_values_of(feature), 5)))
+        lost += sorted({*rows} - {first + feature.position for feature in features})
+        if time.monotonic() >= said + _SAY_SECONDS:
+            said, share = time.monotonic(), (rows.stop - part.start) / len(part)
+            say(f"  encoding {split.source}: {share:.0%} of {len(split.examples):,}")
+    file.write(starts.tobytes())
+    file.flush()
+    return len(starts) - 1, lost, long
