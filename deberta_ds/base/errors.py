@@ -234,7 +234,7 @@ def _run(main: Callable[[], int | None]) -> int | str | None:
         return main() or 0
     except SystemExit as done:  # of argparse
         for frame, _ in traceback.walk_tb(done.__traceback__):
-            if str(frame.f_globals.get("__name__")).startswith("own_"):  # base/own_code.py
+            if str(frame.f_globals.get("__name__")).startswith("own_"):  # base/user_code.py
                 raise UserError(f"{frame.f_code.co_filename}: {frame.f_code.co_name} ends the "
                                 "program (SystemExit); raise an error of its own there") from done
         return done.code

@@ -36,7 +36,7 @@ from deberta_ds.checkpoint.run_record import (
 )
 from deberta_ds.checkpoint.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.cluster import dist
-from deberta_ds.config import own_parts
+from deberta_ds.config import user_functions
 from deberta_ds.config.model import computed_anywhere
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine.ds_config import precision, zero_stage
@@ -275,7 +275,7 @@ def _load_whole_state(path: Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
     record = read_run_record(path)
     run = record.run(path / RUN_FILE)
-    own_parts.check_same(run, record.content_hashes, str(path))
+    user_functions.check_same(run, record.content_hashes, str(path))
     state = SavedState(path)
     _check_model(run, state, path)
     whole = {name: state.read_whole(name) for name in state.shapes}

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from deberta_ds.base.errors import UserError, first_line
-from deberta_ds.base.own_code import is_own
+from deberta_ds.base.user_code import is_own
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch

@@ -47,8 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def open_task(name: str) -> "Task":
     """Return a benchmark's task by its name, or one of the user's own by its file."""
-    from deberta_ds.tasks.own import load_own_task
     from deberta_ds.tasks.task import task_named
+    from deberta_ds.tasks.task_file import load_own_task
 
     if not name.endswith(".toml"):
         return task_named(name)

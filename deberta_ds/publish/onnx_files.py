@@ -20,8 +20,8 @@ from deberta_ds.base.errors import UserError, of_extra
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.encoder import DecoderQueries
 from deberta_ds.publish.hf import GENERATOR_DIRECTORY, head_class
-from deberta_ds.release import release as networks
-from deberta_ds.release.release import Network, Release
+from deberta_ds.release import networks
+from deberta_ds.release.networks import Network, Release
 
 TOLERANCE = 1e-4  # of the largest output, or of 1: two orders of summation in fp32
 MODEL, QUANTIZED = "model.onnx", "model_quantized.onnx"

@@ -13,9 +13,9 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.json_files import read_json
 from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.release.networks import Network, Release, build_backbone
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.relative_rows import as_transformers_reads
-from deberta_ds.release.release import Network, Release, build_backbone
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
 
 TOLERANCE = 1e-5  # relative to the largest hidden state: fp32 rounding of two summation orders

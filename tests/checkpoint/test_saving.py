@@ -27,7 +27,7 @@ from deberta_ds.checkpoint.saved_state import SavedState, rank_file
 from deberta_ds.cluster import dist
 from deberta_ds.engine.layout import Group, Layout, layout_from, replicated
 from deberta_ds.engine.state import Buffer
-from deberta_ds.release.ours import read_checkpoint
+from deberta_ds.release.native import read_checkpoint
 from deberta_ds.tracking.records import read_metrics
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (64, 16), "d": (1,)}

@@ -23,7 +23,7 @@ from launching import ROOT, deepspeed_json, make_run, options_of, run_command
 from superglue_helpers import SAMPLE, predict, save_random, tiny_start, write_lines
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import digest
+from deberta_ds.base.user_code import digest
 from deberta_ds.config import run_config
 from deberta_ds.corpus import outputs
 from deberta_ds.corpus import tokenize as stage

@@ -19,9 +19,9 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.publish.convert import convert, microsoft_tensors, write_microsoft
 from deberta_ds.release import configs, read_back
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
+from deberta_ds.release.networks import build_backbone
 from deberta_ds.release.reader import SIDE_FILE, load_backbone, read_release
-from deberta_ds.release.release import build_backbone
 
 SAID = "transformers reads other rows of the source's relative table"
 

@@ -14,9 +14,9 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.publish import onnx_files
 from deberta_ds.publish.convert import convert
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
+from deberta_ds.release.networks import Network
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.release import Network
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
