@@ -313,7 +313,7 @@ def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
     """
     # What may fail comes first, on all ranks together: writing into an engine has collectives.
     state, layout = dist.together(lambda: SavedState(path)), layout_of(engine)
-    dist.together(lambda: _open_files(layout, state))
+    dist.together(lambda: open_files(layout, state))
     optimizer = base_optimizer(engine)
     for number, buffer in enumerate(buffers(engine, layout, writing=True)):
         names = [name for name, _ in buffer.held] or layout.groups[number].names
@@ -328,7 +328,7 @@ def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
     dist.barrier()
 
 
-def _open_files(layout: Layout, state: SavedState) -> None:
+def open_files(layout: Layout, state: SavedState) -> None:
     """Check the parameters, and open the files that hold what this rank will own."""
     if differing := _differing(layout.shapes, state.shapes):
         raise CheckpointError(f"{state.directory}: its parameters are not the model's: {differing}")

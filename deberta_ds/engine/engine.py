@@ -96,7 +96,7 @@ def init_distributed() -> torch.device:
     if dist.is_distributed():
         return device
     try:
-        with _saying_who_waits():
+        with saying_who_waits():
             deepspeed.init_distributed(verbose=False)
     except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
         remedy = ("choose a free port (--master_port of deepspeed and torchrun, else MASTER_PORT), "
@@ -113,7 +113,7 @@ def init_distributed() -> torch.device:
 
 
 @contextmanager
-def _saying_who_waits() -> Iterator[None]:
+def saying_who_waits() -> Iterator[None]:
     """Say after WAIT_SECONDS what this rank waits for; meanwhile Ctrl-C ends it at once.
 
     Python's own handler would have to wait as well: the waiting is torch's.

@@ -127,10 +127,10 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
     per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])
             for name in names}
     scores = objective.scores(total, per_token) | {"unigram_accuracy": unigram_accuracy(rows)}
-    return scores | {short_name(value): _own_score(value, total, per_token) for value in metrics}
+    return scores | {short_name(value): own_score(value, total, per_token) for value in metrics}
 
 
-def _own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
+def own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
     try:
         score = user_functions.function("evaluate.metrics", value)(total, per_token)
     except (Exception, SystemExit) as error:  # whatever a user's code may raise

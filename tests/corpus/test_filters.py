@@ -34,8 +34,8 @@ from deberta_ds.corpus.filter_rules import (
 )
 from deberta_ds.corpus.filters import Filters, report_lines, try_filters
 from deberta_ds.corpus.quality import (
+    Runs,
     Text,
-    _Runs,
     c4,
     find_personal,
     fineweb,
@@ -133,7 +133,7 @@ def test_repetition_is_that_of_a_loop():
     generator = random.Random(1)
     for words in range(0, 60, 3):
         text = generator.choices(["a", "bb", "ccc", "dddd"], k=words)
-        runs = _Runs(text)
+        runs = Runs(text)
         for count in (2, 3, 4, 5, 6, 7, 8, 9, 10):
             top, repeated = naive_repetition(text, count)
             assert runs.top_characters(count) == top

@@ -103,7 +103,7 @@ def test_a_score_of_ones_own_that_fails(tmp_path, body, said):
     own = tmp_path / "own.py"
     own.write_text(f"def f(total, per_token):\n    {body}\n")
     with pytest.raises(UserError, match=rf"own\.py:f failed \({said}\)"):
-        held_out._own_score(f"{own}:f", {}, {})
+        held_out.own_score(f"{own}:f", {}, {})
 
 
 def test_an_nvme_path_that_is_not_there(tmp_path):
@@ -126,7 +126,7 @@ def test_code_of_a_stranger_is_not_carried_on(tmp_path):
 
 
 def test_of_two_clocks_all_of_the_difference_is_said():
-    (line,) = rehearsal._clock_lines([100.0, 160.0], ["a", "b"])
+    (line,) = rehearsal.clock_lines([100.0, 160.0], ["a", "b"])
     assert "the clock of b is +60.0 s off" in line
 
 

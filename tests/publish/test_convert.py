@@ -92,7 +92,7 @@ def test_a_model_that_transformers_trained_beyond_the_reach_is_said_to_change(
     model = transformers_model("v3")
     model.save_pretrained(tmp_path / "source")
     ours = read_release(tmp_path / "source").main
-    ids, mask = read_back._sample_batches(ours.config)[-1]
+    ids, mask = read_back.sample_batches(ours.config)[-1]
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state
         gap = (build_backbone(ours)(ids, mask) - expected).abs().max() / expected.abs().max()
