@@ -345,7 +345,7 @@ def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(monkeypat
     done = []
     engine = SimpleNamespace(eval=lambda: done.append("eval"), train=lambda: done.append("train"))
     job = SimpleNamespace(task=SimpleNamespace(no_answer=False),
-                          val=SimpleNamespace(examples=[]),
+                          tables=SimpleNamespace(val=SimpleNamespace(examples=[])),
                           scores=lambda *_: done.append("scores"))
     monkeypatch.setattr(loop, "predictions_of", lambda *_: [])
     monkeypatch.setattr(loop.metrics, "score", lambda *_: {})

@@ -5,6 +5,7 @@ error that names it; ranks that read different things, or are asked for differen
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from data_helpers import (
     tokenize,
     write_json_lines,
 )
-from launching import ROOT, deepspeed_json, make_run, options_of, run_command
+from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run, options_of
 from superglue_helpers import SAMPLE, predict, save_random, tiny_start, write_lines
 
 from deberta_ds.base.errors import UserError
@@ -314,9 +315,10 @@ def test_a_launcher_ends_with_the_message_of_the_unlike_rank(tmp_path, launcher)
                       "sys.argv = [one for one in sys.argv if '--local_rank' not in one]\n"
                       f"os.chdir({str(tmp_path)!r} + '/' + 'ab'[int(os.environ['RANK'])])\n"
                       f"runpy.run_path({str(FINETUNE)!r}, run_name='__main__')\n")
-    done = run_command([sys.executable, *launcher, str(script), "--task", "CB", "--model",
-                        str(TINY / "rtd/export"), "--data", "data", "--any_size", "--out",
-                        str(tmp_path / "out"), "--CB.truncation=longest_first"], 120, check=False)
+    done = subprocess.run([sys.executable, *launcher, str(script), "--task", "CB", "--model",
+                           str(TINY / "rtd/export"), "--data", "data", "--any_size", "--out",
+                           str(tmp_path / "out"), "--CB.truncation=longest_first"], cwd=ROOT,
+                          env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     text = done.stdout + done.stderr
     assert done.returncode and "rank 1 on " in text and "train.jsonl:" in text, text
     assert "gloo" not in text

@@ -13,7 +13,7 @@ from data_helpers import RUN_RECORD
 
 from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.config.run_config import TrainConfig
-from deberta_ds.training import best, goodput, journal, saver
+from deberta_ds.training import best, goodput, journal, loop
 from deberta_ds.training.loop import Saver
 from deberta_ds.training.meters import (
     Meters,
@@ -157,22 +157,22 @@ def test_a_journal_goes_on_where_its_checkpoint_was(monkeypatch):
 
 
 def test_a_checkpoint_is_finished_when_every_rank_has_written(monkeypatch):
-    monkeypatch.setattr(saver, "finish_save", lambda one: Path("whole"))
+    monkeypatch.setattr(loop, "finish_save", lambda one: Path("whole"))
 
     def finish(rank: int):
-        mine = saver.Saver.__new__(saver.Saver)
+        mine = Saver.__new__(Saver)
         mine.engine, mine.uploads, mine.begun_at = SimpleNamespace(device=CPU), None, 0.0
         mine.in_background = SimpleNamespace(is_written=lambda: rank == 0)
         return mine.finish(wait=False)
 
-    monkeypatch.setattr(saver.dist, "sum_over_ranks",
-                        lambda value: sum(saver.dist.gather_objects(value)))
-    monkeypatch.setattr(saver.dist, "is_main", lambda: saver.dist.rank() == 0)
+    monkeypatch.setattr(loop.dist, "sum_over_ranks",
+                        lambda value: sum(loop.dist.gather_objects(value)))
+    monkeypatch.setattr(loop.dist, "is_main", lambda: loop.dist.rank() == 0)
     assert thread_ranks.run(2, finish) == [None, None]
 
 
 def test_the_end_of_the_metrics_is_uploaded_too():
-    begun, mine = [], saver.Saver.__new__(saver.Saver)
+    begun, mine = [], Saver.__new__(Saver)
     mine.train = SimpleNamespace(upload="s3://a/b")
     mine.uploads = SimpleNamespace(begin=lambda: begun.append(1), is_running=lambda: False)
     mine.finish_uploads(None)
