@@ -206,15 +206,12 @@ class Passes:
             torch.manual_seed(seed)  # behind the warm-up of a capture, which may have asked them
             return graph.replay(batch) if graph else self._pass(batch.to(self._engine.device))
 
+    @span("reduction")
     def hand_over(self, good: Tensor) -> None:
         """Give the summed gradients to DeepSpeed; unless `good`, NaN in their place.
 
         Gradients are reduced over ranks here; the update may follow.
         """
-        with span("reduction"):
-            self._hand_over(good)
-
-    def _hand_over(self, good: Tensor) -> None:
         engine, stage = self._engine, self._engine.zero_optimization_stage()
         _set_micro_batches(engine, self._micro_batches)
         factor = torch.where(good, 1.0, torch.nan).float()

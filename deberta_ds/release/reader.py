@@ -12,7 +12,6 @@ reader serves both and goes by the names of the tensors.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -101,7 +100,8 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
         release = native.read_ours(path)
     else:
         release = _read_foreign(path)
-        said = partial(names.their_name, config=release.main.config)
+        table = names.name_table(release.main.config)
+        said = lambda ours: next(iter(names.rename({ours: None}, table)))  # noqa: E731
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
     rows = {name: network.config.vocab_size for name, network in release.networks().items()}
@@ -270,7 +270,7 @@ def _read_network(weights: Path, values: dict, place: str, notes: list[str]) -> 
     if side.is_file():
         tensors |= read_tensors(side)[0]
     tensors = _drop_copies(_without_prefix(tensors, weights), weights, notes)
-    tensors = names.from_legacy_head(tensors)
+    tensors = names.rename(tensors, names.LEGACY_HEAD)
     is_v1 = any(name.endswith(names.V1_ONLY) for name in tensors)
     config, rest = configs.from_theirs(values, place, key_bias=not is_v1)
     if is_v1:

@@ -162,12 +162,9 @@ def _minimal_pairs(run: RunConfig, known: Known) -> Input:
                "their sentences is unknown to the tokenizer"] if half else [])
 
 
-def _own_code(run: RunConfig, _: Known) -> Input:
-    return Input("own code", None, user_functions.digests(run))
-
-
 INPUTS: tuple[Callable[[RunConfig, Known], Input], ...] = (
-    _tokenizer, _corpora, _held_out, _minimal_pairs, _own_code)
+    _tokenizer, _corpora, _held_out, _minimal_pairs,
+    lambda run, _: Input("own code", None, user_functions.digests(run)))
 
 
 def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:
