@@ -185,6 +185,13 @@ def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool,
               f"{scores['discriminator_gain']:+.4f} nats", 0.0)
     demo.note("minimal pairs", "200 of this project's own, by the discriminator",
               f"{scores['minimal_pairs']:.1%} (chance: 50.0%)", 0.0)
+    seconds = demo.run("python", "launch/minimal_pairs.py", "--model", NOVELS, "--data",
+                       "launch/runs/minimal_pairs.jsonl", "--out", OUT / "minimal_pairs")
+    found = json.loads((OUT / "minimal_pairs/minimal_pairs.json").read_text())["scorers"]
+    score = next(iter(found.values()))
+    low, high = score["interval"]
+    demo.note("minimal pairs", f"the same, by {NOVELS.name}, trained on 50 times as many tokens",
+              f"{score['accuracy']:.1%} ({low:.1%} to {high:.1%}; chance: 50.0%)", seconds)
 
 
 def export(demo: Demo) -> None:
