@@ -254,12 +254,7 @@ class BadStepError(UserError):
     on_every_rank = True
 
 
-class Update(Enum):
-    """What became of an update."""
-
-    MADE = "made"
-    OVERFLOW = "the fp16 loss scale was lowered in its place"
-    BAD = "the gradient is not finite"
+Update = Enum("Update", "MADE OVERFLOW BAD")  # OVERFLOW: the fp16 loss scale was lowered instead
 
 
 def update(engine) -> Update:
@@ -337,7 +332,7 @@ ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "partitio
 def check_deepspeed(values: dict, place: str) -> list[str]:
     """Check a JSON; return warnings about what this machine does badly. Raises ConfigError."""
     ds_config.check(values, place)
-    return check_machine(values, deepspeed.get_accelerator().device_name(), place)
+    return check_machine(values, device_type(), place)
 
 
 def check_machine(values: dict, device_type: str, place: str) -> list[str]:

@@ -182,18 +182,15 @@ def _charts(similarities: dict[str, list[Similarity]]) -> list[Drawing]:
             lines = [("query after key", tables[0], 1), ("query before key", tables[0], -1)]
         else:
             lines = [(table.name, table, 1) for table in tables[:_MAX_LINES]]
-        series = [Series(name, _points(table, sign), f"run{number}", "plain")
+        series = [Series(name, sorted(
+            (abs(float(distance)), float(cosine)) for distance, cosine in zip(
+                table.distances, table.cosines, strict=True) if distance * sign >= 0),
+            f"run{number}", "plain")
                   for number, (name, table, sign) in enumerate(lines)]
         last = float(tables[0].distances[-1])
         drawings.append(draw(Chart(key, title, note, "", series, last_x=last, x_name="distance",
                                    legend=True)))
     return drawings
-
-
-def _points(table: Similarity, sign: int) -> list[tuple[float, float]]:
-    kept = table.distances * sign >= 0
-    pairs = zip(np.abs(table.distances[kept]), table.cosines[kept], strict=True)
-    return sorted((float(distance), float(cosine)) for distance, cosine in pairs)
 
 
 def write_picture(path: Path, pieces: list[str], found: list[HeadParts]) -> None:
