@@ -43,7 +43,7 @@ $(STAMP): constraints.txt setup.py Makefile
 		|| { echo "error: $(PYTHON) is older than 3.11; call make with PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,neardup,mpi,onnx]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,archives,languages,mpi,neardup,onnx,pages]'
 	$(BIN)/python -c 'import triton' 2>/dev/null \
 		|| $(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TRITON)'
 	touch $(STAMP)

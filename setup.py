@@ -14,6 +14,18 @@ INSIDE = {f"deberta_ds.{folder}": folder for folder in ("launch", "data_prep", "
 SCRIPTS = [path for folder in ("launch", "data_prep") for path in Path(folder).glob("*.py")
            if path.stem != "demo" and '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
 
+# Training, evaluation and export need none of these (tests/project/test_extras.py); the table in
+# docs/how-to/pretrain.md is compared with them.
+EXTRAS = {
+    "archives": ["fastwarc", "resiliparse", "lz4"],
+    "languages": ["py3langid"],
+    "mpi": ["mpi4py"],
+    "neardup": ["datasketch"],
+    "onnx": ["onnx", "onnxruntime"],
+    "pages": ["matplotlib"],
+    "trackers": ["wandb", "mlflow-skinny"],
+}
+
 setup(
     name="deberta_ds",
     version=runpy.run_path("deberta_ds/base/version.py")["__version__"],
@@ -49,9 +61,8 @@ setup(
         "transformers>=5",
         "tokenizers",
         "datasets",
-        "scikit-learn",
+        "scipy",
         "tensorboard",
-        "matplotlib",
         "xxhash",
         "orjson",
         "zstandard",
@@ -61,15 +72,9 @@ setup(
         "psutil",
         "ninja",
     ],
-    extras_require={
-        "mpi": ["mpi4py"],
-        "neardup": ["datasketch"],
-        "onnx": ["onnx", "onnxruntime"],
-        "languages": ["py3langid"],
-        "archives": ["fastwarc", "resiliparse", "lz4"],
-        "trackers": ["wandb", "mlflow-skinny"],
+    extras_require=EXTRAS | {
         "docs": ["mkdocs", "mkdocs-material", "mkdocstrings[python]"],
-        "dev": ["fastwarc", "lz4", "mypy", "py3langid", "pytest", "pytest-xdist",
-                "hypothesis", "resiliparse", "ruff", "seqeval", "torchmetrics"],
+        "dev": ["mypy", "pytest", "pytest-xdist", "hypothesis", "ruff", "scikit-learn", "seqeval",
+                "torchmetrics"],
     },
 )

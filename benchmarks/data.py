@@ -319,7 +319,7 @@ def _rates_where_files_are_slow(open_rows: Callable) -> dict:
     from deberta_ds.data import reading
     from deberta_ds.data.loader import build_loader
 
-    waits = {"read": os.pread, "open": reading._OpenFile}
+    waits = {"read": os.pread, "open": reading.OpenFile}
 
     def slow(function):
         def wait(*arguments):
@@ -327,10 +327,10 @@ def _rates_where_files_are_slow(open_rows: Callable) -> dict:
             return function(*arguments)
         return wait
 
-    reading.os.pread, reading._OpenFile = slow(waits["read"]), slow(waits["open"])
+    reading.os.pread, reading.OpenFile = slow(waits["read"]), slow(waits["open"])
     rates = {}
     for micro in (1, 16):
-        reading._kept_open.cache_clear()
+        reading.kept_open.cache_clear()
         batches = build_loader(open_rows(), stretches=[Stretch(0, 16, 40)], rank=0,
                                micro_batch_size=micro, world_size=1, num_workers=0)
         start = time.perf_counter()

@@ -194,11 +194,11 @@ def count_step(run: RunConfig) -> Count:
                       and mode in ("auto", one.name))
         return choose.Choice(kernel, "")
 
-    chunk_for = chunked._chunk_for
+    chunk_for = chunked.chunk_for
     stand_ins = ((encoder, "attend", attend), (encoder, "gathered_term", gathered_term),
                  (choose, "pick", pick),
-                 (chunked, "_sample", activations._first_ids),
-                 (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
+                 (chunked, "_sample", activations.first_ids),
+                 (chunked, "chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
     with ExitStack() as stack:
         for stand_in in stand_ins:
             stack.enter_context(patch.object(*stand_in))
@@ -218,7 +218,7 @@ def _run(run: RunConfig, count: Count) -> None:
             _mark(module, part, count)
     norm = {"targets": torch.ones(()), "tokens": torch.ones(())}
     with count:
-        loss, *_ = model(activations._full_batch(run), norm)
+        loss, *_ = model(activations.full_batch(run), norm)
         count.part = "backward"
         loss.backward()
 

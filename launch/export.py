@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--out", type=local, required=True, help="new directory")
     parser.add_argument("--onnx", nargs="?", const="fp32", choices=("fp32", "int8"),
                         help="add ONNX files: fp32 (the default), or also int8; needs "
-                             "pip install onnx onnxruntime")
+                             'pip install "deberta_ds[onnx]"')
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="",
                         help="round the weights to 32 or 16 bits (default: as the source has them)")
     parser.add_argument("--tokenizer", help="tokenizer, if the source has none")

@@ -26,8 +26,8 @@ from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.publish import onnx_files
+from deberta_ds.release.networks import Network, build_backbone
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.release import Network, build_backbone
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.readers import read_split
 

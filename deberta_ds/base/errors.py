@@ -108,6 +108,16 @@ def naming(path: str | Path) -> Iterator[None]:
                         f"({first_line(error)}); fetch or make it again") from error
 
 
+@contextmanager
+def of_extra(extra: str, what: str) -> Iterator[None]:
+    """Context of imports for `what` that come with an extra of setup.py, or a UserError says so."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{what} needs the package {error.name}, which is missing here: pip "
+                        f'install "deberta_ds[{extra}]"') from error
+
+
 def refuse_pipe(path: str | Path) -> None:
     """Raise UserError for a pipe, of which nobody may be at the other end, and for a device, which
     may never end.
@@ -224,7 +234,7 @@ def _run(main: Callable[[], int | None]) -> int | str | None:
         return main() or 0
     except SystemExit as done:  # of argparse
         for frame, _ in traceback.walk_tb(done.__traceback__):
-            if str(frame.f_globals.get("__name__")).startswith("own_"):  # base/own_code.py
+            if str(frame.f_globals.get("__name__")).startswith("own_"):  # base/user_code.py
                 raise UserError(f"{frame.f_code.co_filename}: {frame.f_code.co_name} ends the "
                                 "program (SystemExit); raise an error of its own there") from done
         return done.code

@@ -36,7 +36,7 @@ from deberta_ds.checkpoint.run_record import (
 )
 from deberta_ds.checkpoint.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.cluster import dist
-from deberta_ds.config import own_parts
+from deberta_ds.config import user_functions
 from deberta_ds.config.model import computed_anywhere
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine.ds_config import precision, zero_stage
@@ -275,7 +275,7 @@ def _load_whole_state(path: Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
     record = read_run_record(path)
     run = record.run(path / RUN_FILE)
-    own_parts.check_same(run, record.content_hashes, str(path))
+    user_functions.check_same(run, record.content_hashes, str(path))
     state = SavedState(path)
     _check_model(run, state, path)
     whole = {name: state.read_whole(name) for name in state.shapes}
@@ -313,7 +313,7 @@ def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
     """
     # What may fail comes first, on all ranks together: writing into an engine has collectives.
     state, layout = dist.together(lambda: SavedState(path)), layout_of(engine)
-    dist.together(lambda: _open_files(layout, state))
+    dist.together(lambda: open_files(layout, state))
     optimizer = base_optimizer(engine)
     for number, buffer in enumerate(buffers(engine, layout, writing=True)):
         names = [name for name, _ in buffer.held] or layout.groups[number].names
@@ -328,7 +328,7 @@ def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
     dist.barrier()
 
 
-def _open_files(layout: Layout, state: SavedState) -> None:
+def open_files(layout: Layout, state: SavedState) -> None:
     """Check the parameters, and open the files that hold what this rank will own."""
     if differing := _differing(layout.shapes, state.shapes):
         raise CheckpointError(f"{state.directory}: its parameters are not the model's: {differing}")

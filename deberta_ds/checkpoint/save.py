@@ -92,7 +92,7 @@ def begin_save(engine, out_dir: str | Path, record: Any, keep: int,
     """
     one = Save(find.path_of(out_dir, record.step), keep, is_best, is_spared)
     if dist.is_main():
-        one.attempt(lambda: _empty(one.path))
+        one.attempt(lambda: empty(one.path))
     one.problem = dist.broadcast_object(one.problem)
     if one.problem:
         return one
@@ -111,7 +111,7 @@ def begin_save(engine, out_dir: str | Path, record: Any, keep: int,
         tensors = iter(copies)
 
     def write() -> None:
-        one.attempt(lambda: _write_my_files(one, described, tensors, small))
+        one.attempt(lambda: write_my_files(one, described, tensors, small))
         copies.clear()
 
     if in_background:
@@ -135,7 +135,7 @@ def finish_save(one: Save) -> Path:
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(parts) if problem]
         one.problem = problems[0] if problems else ""
         if not problems:
-            one.attempt(lambda: _write_manifest(one, [entries for entries, _ in parts]))
+            one.attempt(lambda: write_manifest(one, [entries for entries, _ in parts]))
         if one.is_best and not one.problem:
             one.attempt(lambda: point_best(one.path))
         if one.problem:
@@ -148,7 +148,7 @@ def finish_save(one: Save) -> Path:
     return one.path
 
 
-def _empty(path: Path) -> None:
+def empty(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # the remains of a save that was killed
     if path.exists():  # some may stay: a file that is open over NFS, or of another user
         aside = path.with_name(f"{path.name.replace('step-', 'remains-')}-{os.getpid()}")
@@ -160,7 +160,7 @@ def _empty(path: Path) -> None:
                       " delete it", str(path))
 
 
-def _write_my_files(one: Save, described: list, tensors, small: dict[str, str | bytes]) -> None:
+def write_my_files(one: Save, described: list, tensors, small: dict[str, str | bytes]) -> None:
     """Write this rank's tensors, and `small` files."""
     name = rank_file(dist.rank())
     one.entries[name] = write_stream(one.path / name, described, tensors)
@@ -170,7 +170,7 @@ def _write_my_files(one: Save, described: list, tensors, small: dict[str, str | 
         one.entries[name] = {"bytes": file.stat().st_size, "xxh3": xxh3(file)}
 
 
-def _write_manifest(one: Save, parts: list[dict[str, dict]]) -> None:
+def write_manifest(one: Save, parts: list[dict[str, dict]]) -> None:
     files = {name: entry for part in parts for name, entry in sorted(part.items())}
     assert {rank_file(rank) for rank in range(dist.world_size())} <= files.keys()
     manifest = {"version": find.VERSION, "step": find.step_of(one.path),

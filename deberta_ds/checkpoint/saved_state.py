@@ -83,7 +83,7 @@ def tensors_of_rank(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         for number, buffer in enumerate(buffers(engine, layout)):
             size = layout.groups[number].size
             weights = buffer.weights.detach().view(-1)[:size]
-            _clear_padding(weights, buffer)
+            clear_padding(weights, buffer)
             yield f"{number}.{MASTER}", weights
             for key, value in state.get(buffer.weights, {}).items():
                 if per_element(value):
@@ -93,7 +93,7 @@ def tensors_of_rank(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
             yield _BUFFER + name, value.reshape(-1)
 
 
-def _clear_padding(flat: Tensor, buffer: Buffer) -> None:
+def clear_padding(flat: Tensor, buffer: Buffer) -> None:
     """Set what belongs to no parameter to 0: ZeRO-3 pads a parameter with whatever memory held."""
     end = 0
     for piece in sorted((piece for _, piece in buffer.held), key=lambda piece: piece.offset):

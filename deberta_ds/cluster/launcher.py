@@ -183,7 +183,7 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     elif "SLURM_STEP_NUM_TASKS" in environ:  # a task of srun; the batch script itself has no step
         found = _agreeing(environ, _slurm(environ))
     elif "PMI_RANK" in environ:
-        _need_mpi4py("an MPI launcher that is not Open MPI")
+        need_mpi4py("an MPI launcher that is not Open MPI")
         found = {}
     elif environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"WORLD_SIZE = {environ['WORLD_SIZE']!r} is set, but RANK is not and no "
@@ -217,7 +217,7 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     found = {"LOCAL_RANK": environ["OMPI_COMM_WORLD_LOCAL_RANK"]}
     one_host = environ["OMPI_COMM_WORLD_LOCAL_SIZE"] == size
     if not one_host and "MASTER_ADDR" not in environ:
-        _need_mpi4py("mpirun on several nodes without MASTER_ADDR")
+        need_mpi4py("mpirun on several nodes without MASTER_ADDR")
         return found  # DeepSpeed asks MPI for the rest
     return found | {"RANK": environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": size,
                     "MASTER_ADDR": "127.0.0.1",
@@ -255,10 +255,11 @@ def _port(job: str) -> str:
     return str(20_000 + int(digits or 0) % 20_000)
 
 
-def _need_mpi4py(what: str) -> None:
+def need_mpi4py(what: str) -> None:
     if util.find_spec("mpi4py") is None:
-        raise UserError(f"{what}: needs mpi4py to find the ranks; pip install mpi4py, or pass "
-                        "MASTER_ADDR and MASTER_PORT (mpirun -x MASTER_ADDR=... )")
+        raise UserError(f"{what}: needs mpi4py to find the ranks; pip install "
+                        '"deberta_ds[mpi]", or pass MASTER_ADDR and MASTER_PORT '
+                        "(mpirun -x MASTER_ADDR=... )")
 
 
 def meet_mpi() -> None:

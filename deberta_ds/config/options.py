@@ -15,10 +15,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, core_schema
 
-from deberta_ds.base import own_code
+from deberta_ds.base import user_code
 from deberta_ds.base.command_line import as_typed, columns, fill
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import is_own
+from deberta_ds.base.user_code import is_own
 
 # Of every config class: numbers are finite, types are exact, unknown keys are errors.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -38,7 +38,7 @@ def option(meaning: str, default: Any = ..., **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class OneOfOrOwn:
-    """Of a text: one of `known`, or FILE.py:NAME (base/own_code.py); a `module` may lack NAME."""
+    """Of a text: one of `known`, or FILE.py:NAME (base/user_code.py); a `module` may lack NAME."""
 
     known: tuple[str, ...] = ()
     module: bool = False
@@ -52,7 +52,7 @@ class OneOfOrOwn:
 
     def _checked(self, value: str) -> str:
         if value not in self.known and not (
-                is_own(value) and (self.module or own_code.split(value)[1])):
+                is_own(value) and (self.module or user_code.split(value)[1])):
             known = f"one of {', '.join(self.known)}, or {self.own}" if self.known else self.own
             raise ValueError(f"{value!r} is unknown{nearest(value, self.known)}; write {known}")
         return value

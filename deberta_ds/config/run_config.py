@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.base import command_line, own_code
+from deberta_ds.base import command_line, user_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
 from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
@@ -265,8 +265,8 @@ class InitConfig:
 class LogConfig:
     """Services that get the numbers of a run besides metrics.jsonl and TensorBoard."""
 
-    wandb: str = option("project of Weights & Biases (pip install wandb); empty: none", "")
-    mlflow: str = option("experiment of MLflow (pip install mlflow); empty: none", "")
+    wandb: str = option("project of Weights & Biases (needs wandb); empty: none", "")
+    mlflow: str = option("experiment of MLflow (needs mlflow-skinny); empty: none", "")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -391,9 +391,9 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
         return
     if isinstance(kind := objective.get("kind"), str):
         masks = MASK_DEFAULTS.get(kind, {})
-        if own_code.is_own(kind):
+        if user_code.is_own(kind):
             with suppress(UserError):  # said on all ranks together, when the run is checked
-                masks = getattr(own_code.load("objective.kind", kind), "MASK_DEFAULTS", masks)
+                masks = getattr(user_code.load("objective.kind", kind), "MASK_DEFAULTS", masks)
         mask = objective.setdefault("mask", {})
         if isinstance(mask, dict):  # if not, `validate` says so
             _merge_under(mask, origins, "objective.mask", masks, f"{kind} recipe")

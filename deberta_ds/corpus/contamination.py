@@ -198,7 +198,7 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
     counts: dict = {}
     for documents, firsts, words in _batches(read_counted(unit, read, counts)):
         found: dict[int, tuple[int, str]] = {}
-        for place, example, matching in _hits(words, tables):
+        for place, example, matching in hits(words, tables):
             found.setdefault(bisect_right(firsts, place) - 1, (example, matching))
         for index, (example, matching) in sorted(found.items()):
             document = documents[index]
@@ -265,7 +265,7 @@ class _Grams:
                 for example in self.owners[first:last].tolist()}
 
 
-def _hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str]]:
+def hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str]]:
     """Yield (place, an example, matching words) for each n-gram of `words` that examples have."""
     all_hashes = gram_hashes(words, [grams.length for grams in tables])
     for grams, hashes in zip(tables, all_hashes, strict=True):

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, of_extra
 from deberta_ds.corpus.documents import Extent, ReadOptions
 from deberta_ds.corpus.findings import (
     FINDINGS_VERSION,
@@ -59,11 +59,8 @@ def near_bands(threshold: float) -> tuple[int, int]:
     """Return (bands, entries of a band): the longest bands that meet 99 % at the threshold."""
     if not 0.3 <= threshold < 1:
         raise UserError(f"--near {threshold}: must be in [0.3, 1)")
-    try:
+    with of_extra("neardup", "--near"):
         import datasketch  # noqa: F401
-    except ImportError as error:
-        raise UserError("near-duplicate removal needs the package datasketch: pip install "
-                        "datasketch") from error
     for entries in range(PERMUTATIONS, 1, -1):
         bands = PERMUTATIONS // entries
         if 1 - (1 - threshold**entries) ** bands >= _RECALL:

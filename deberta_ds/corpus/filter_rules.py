@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import is_own, split
+from deberta_ds.base.errors import UserError, of_extra
+from deberta_ds.base.user_code import is_own, split
 from deberta_ds.config.options import STRICT, ConfigError, option, validate
 from deberta_ds.config.toml_files import read_toml
 
@@ -178,8 +178,6 @@ def language_of(text: str) -> tuple[str, float]:
 
 @cache
 def _identifier():
-    try:
+    with of_extra("languages", "the language rule"):
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError as error:
-        raise UserError("the language rule needs py3langid: pip install py3langid") from error
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

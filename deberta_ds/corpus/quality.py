@@ -141,7 +141,7 @@ def repetition(text: Text, rules: filter_rules.RepetitionRules) -> str:
         count, length = _repeated(parts)
         if count > share * len(parts) or length > characters * size:
             return f"repeated {name}"
-    runs, tokens_a_word = _Runs(text.tokens), _UNSPACED_WORD_LETTERS if text.is_unspaced else 1
+    runs, tokens_a_word = Runs(text.tokens), _UNSPACED_WORD_LETTERS if text.is_unspaced else 1
     for count, share in zip(_TOP_RUNS, rules.max_top_ngram, strict=True):
         if runs.top_characters(count * tokens_a_word) > share * size:
             return f"one run of {count} words"
@@ -163,7 +163,7 @@ def _repeated(parts: list[str]) -> tuple[int, int]:
     return count, length
 
 
-class _Runs:
+class Runs:
     """Runs of n words of one document, each known by a number."""
 
     def __init__(self, words: list[str]):

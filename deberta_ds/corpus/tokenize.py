@@ -20,7 +20,7 @@ import xxhash
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import link
-from deberta_ds.base.own_code import OwnCodeError
+from deberta_ds.base.user_code import OwnCodeError
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.encode import (
     COUNTS,

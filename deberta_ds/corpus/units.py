@@ -69,9 +69,9 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
     directory, home = Path(directory), Path(other or directory)
     if units is not None and not part:  # which does not know the contents of all inputs
         description = description | {"units": digest_of(units)}
-    text = _plan_text(description)
+    text = plan_text(description)
     if (directory / finished).exists() and (units or not (directory / MARKERS).exists()):
-        _check_description(directory, text, home)
+        check_description(directory, text, home)
         if part or _plan_of(directory) == json.loads(text):
             yield True
             return
@@ -81,7 +81,7 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
         stack.enter_context(_locked(directory, LOCK, shared=part is not None))
         if part:
             stack.enter_context(_locked(directory, f"{LOCK}-{part[0]}-of-{part[1]}", shared=False))
-        _check_description(directory, text, home)
+        check_description(directory, text, home)
         for leftover in [] if part else directory.rglob(_TEMPORARY):
             leftover.unlink(missing_ok=True)
         if units and not part:
@@ -139,7 +139,7 @@ def begin_again(directory: Path, description: dict, *, finished: str, part: Part
 
 def write_plan(directory: Path, description: dict) -> None:
     """Say in a directory what job its files are of."""
-    write_atomic(directory / PLAN, _plan_text(description))
+    write_atomic(directory / PLAN, plan_text(description))
 
 
 def _is_begun(directory: Path) -> bool:
@@ -148,7 +148,7 @@ def _is_begun(directory: Path) -> bool:
                for entry in directory.rglob("*"))
 
 
-def _plan_text(description: dict) -> str:
+def plan_text(description: dict) -> str:
     return json.dumps(description, sort_keys=True, indent=1) + "\n"
 
 
@@ -165,7 +165,7 @@ def _is_same_job(directory: Path, text: str) -> bool:
     return _plan_of(directory) | {"units": 0} == json.loads(text) | {"units": 0}
 
 
-def _check_description(directory: Path, text: str, home: Path) -> None:
+def check_description(directory: Path, text: str, home: Path) -> None:
     path = directory / PLAN
     if path.exists():
         if _is_same_job(directory, text) or not (_is_begun(directory) or _is_begun(home)):
@@ -177,7 +177,7 @@ def _check_description(directory: Path, text: str, home: Path) -> None:
         raise UserError(_OTHERS.format(directory, path))
     if any(not any(map(entry.match, _OWN)) for entry in directory.iterdir()):
         if path.exists():  # since another part of the array has begun, a moment ago
-            return _check_description(directory, text, home)
+            return check_description(directory, text, home)
         raise UserError(f"{directory}: not empty and not made by this command; remove it")
 
 
@@ -245,14 +245,14 @@ def run_units(directory: str | Path, function: Callable[..., dict], units: dict[
             _run_processes(missing, min(workers, len(missing)), bar)
         else:
             while missing:
-                _run_one(*missing.popleft())
+                run_one(*missing.popleft())
                 bar.update()
     if part:
         return None
     return [keep(json.loads((markers / f"{name}.json").read_bytes())) for name in units]
 
 
-def _run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
+def run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
     result = function(*args)
     write_atomic(markers / f"{name}.json", json.dumps(result, sort_keys=True) + "\n")
 
@@ -261,7 +261,7 @@ def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
     with ProcessPoolExecutor(workers, mp_context=FORK, initializer=_die_with_parent,
                              initargs=(os.getpid(),)) as pool:
         try:
-            _drive(pool, missing, 2 * workers, bar)
+            drive(pool, missing, 2 * workers, bar)
         except BrokenProcessPool as error:
             raise UserError("a worker process died (killed, or out of memory); run the same "
                             "command again, finished units are kept") from error
@@ -276,10 +276,10 @@ def _run_mpi(missing: deque, bar: tqdm) -> None:
 
     others = MPI.COMM_WORLD.Get_size() - 1
     with MPIPoolExecutor() as pool:
-        _drive(pool, missing, 4 * others, bar, work_here=True)
+        drive(pool, missing, 4 * others, bar, work_here=True)
 
 
-def _drive(pool, missing: deque, depth: int, bar: tqdm, *, work_here: bool = False) -> None:
+def drive(pool, missing: deque, depth: int, bar: tqdm, *, work_here: bool = False) -> None:
     """Keep `depth` units in flight until all are done; with `work_here`, do some in this process.
 
     While a unit runs here nothing new is submitted, hence a depth that lasts meanwhile; and what is
@@ -290,12 +290,12 @@ def _drive(pool, missing: deque, depth: int, bar: tqdm, *, work_here: bool = Fal
         while missing or running:
             while missing and len(running) < depth:
                 unit = missing.popleft()
-                running[pool.submit(_run_one, *unit)] = unit
+                running[pool.submit(run_one, *unit)] = unit
             unit = None
             if work_here:
                 unit = missing.popleft() if missing else _take_back(running)
             if unit:
-                _run_one(*unit)
+                run_one(*unit)
                 bar.update()
             done, _ = wait(running, 0 if unit else None, return_when=FIRST_COMPLETED)
             for future in done:

@@ -7,7 +7,7 @@ main text, by resiliparse. All other records are no text, and are skipped.
 
 from collections.abc import Iterator
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, of_extra
 from deberta_ds.corpus.documents import Extent, ReadOptions
 from deberta_ds.files.inputs import open_bytes
 
@@ -20,11 +20,8 @@ def read_records(extent: Extent, options: ReadOptions) -> Iterator[tuple[int, di
 
     UserError for a file that is cut short, and for one that holds pages where texts are wanted.
     """
-    try:
+    with of_extra("archives", extent.path):
         from fastwarc.warc import ArchiveIterator, WarcRecordType
-    except ImportError as error:
-        raise UserError(f"{extent.path}: needs the package fastwarc: pip install fastwarc"
-                        ) from error
     pages, texts = 0, 0
     with open_bytes(extent.path) as file:
         stream = _Stream(file)
@@ -75,12 +72,9 @@ def _is_html(record) -> bool:
 
 
 def _main_text(data: bytes, charset: str | None) -> str:
-    try:
+    with of_extra("archives", "--extract_html"):
         from resiliparse.extract.html2text import extract_plain_text
         from resiliparse.parse.encoding import bytes_to_str, detect_encoding
-    except ImportError as error:
-        raise UserError("--extract_html needs the package resiliparse: pip install resiliparse"
-                        ) from error
     text = bytes_to_str(data, charset or detect_encoding(data))
     return extract_plain_text(text, main_content=True, alt_texts=False)
 

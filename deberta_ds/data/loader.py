@@ -51,7 +51,7 @@ def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_s
                             f"{world_size} ranks; change one of the two")
     rows = RankRows(stretches, micro_batch_size, rank, world_size)
     loader = DataLoader(
-        _Reader(dataset, rows),
+        Reader(dataset, rows),
         batch_size=None,  # an item is a micro-batch
         collate_fn=lambda batch: batch,  # torch's own would turn its arrays into tensors
         num_workers=num_workers,
@@ -86,7 +86,7 @@ class RankRows:
         return range(first + part * of_a_rank // count, first + (part + 1) * of_a_rank // count)
 
 
-class _Reader:
+class Reader:
     """The micro-batches of one rank by number. A UserError travels as a value: raised in a worker,
     it would reach the user wrapped in a traceback.
     """

@@ -24,7 +24,7 @@ from functools import cache
 import numpy as np
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config import own_parts
+from deberta_ds.config import user_functions
 from deberta_ds.config.objective import MaskConfig
 
 IGNORE = -100
@@ -56,9 +56,9 @@ def mask_row(ids: np.ndarray, word_start: np.ndarray, character_start: np.ndarra
     if mask.selection != "uniform":
         words = _choose_by(mask.selection, ids, starts, lengths, budget, rng)
     elif mask.max_ngram == 1:
-        words = _choose_words(lengths, budget, rng)
+        words = choose_words(lengths, budget, rng)
     else:
-        words = _choose_ngrams(starts, lengths, budget, mask.max_ngram, rng)
+        words = choose_ngrams(starts, lengths, budget, mask.max_ngram, rng)
     chosen = _expand(starts[words], lengths[words])
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     labels[chosen] = ids[chosen]
@@ -116,7 +116,7 @@ def _choose_by(selection: str, ids: np.ndarray, starts: np.ndarray, lengths: np.
     """Return the words that a function of one's own chooses, in order, each once."""
     if not len(starts):
         return starts
-    choose = own_parts.function("objective.mask.selection", selection)
+    choose = user_functions.function("objective.mask.selection", selection)
     words = np.unique(choose(ids, starts, lengths, budget, rng))
     if not len(words) or words.dtype.kind not in "iu" or words[0] < 0 or words[-1] >= len(starts):
         raise UserError(f"objective.mask.selection: {selection} returned {words!r:.80} for a "
@@ -124,7 +124,7 @@ def _choose_by(selection: str, ids: np.ndarray, starts: np.ndarray, lengths: np.
     return words
 
 
-def _choose_words(lengths: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:
+def choose_words(lengths: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:
     """Return words in random order that fill `budget` tokens; words that overshoot are passed."""
     order = rng.random(len(lengths)).argsort()
     filled = lengths[order].cumsum()
@@ -145,7 +145,7 @@ def _choose_words(lengths: np.ndarray, budget: int, rng: np.random.Generator) ->
     return taken.nonzero()[0]
 
 
-def _choose_ngrams(starts: np.ndarray, lengths: np.ndarray, budget: int, max_ngram: int,
+def choose_ngrams(starts: np.ndarray, lengths: np.ndarray, budget: int, max_ngram: int,
                    rng: np.random.Generator) -> np.ndarray:
     """Return chosen words: n-grams start at words in random order, n drawn with P(n) ~ 1/n.
 

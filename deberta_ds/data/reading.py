@@ -18,7 +18,7 @@ _MOST_DESCRIPTORS = 1 << 16
 _lock = threading.Lock()
 
 
-class _OpenFile:
+class OpenFile:
     """A descriptor that is closed when nobody uses it any more, whatever the cache has dropped."""
 
     def __init__(self, path: str):
@@ -50,20 +50,20 @@ def read_bytes(path: str, offset: int, count: int) -> bytes:
     return data
 
 
-def _open(path: str) -> _OpenFile:
+def _open(path: str) -> OpenFile:
     try:
-        return _kept_open()(path)
+        return kept_open()(path)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-    _kept_open().cache_clear()  # others have taken what was left: give ours back and try once more
-    return _kept_open()(path)
+    kept_open().cache_clear()  # others have taken what was left: give ours back and try once more
+    return kept_open()(path)
 
 
 @cache
-def _kept_open():
-    """Return `_OpenFile` with a cache of this process's open files."""
-    return lru_cache(most_open_files())(_OpenFile)
+def kept_open():
+    """Return `OpenFile` with a cache of this process's open files."""
+    return lru_cache(most_open_files())(OpenFile)
 
 
 @cache

@@ -48,7 +48,7 @@ _Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, lt=1 << 63)]
 
 
 @dataclass(config=STRICT, frozen=True)
-class _Offload:
+class Offload:
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     buffer_count: _Count = 4
@@ -56,15 +56,15 @@ class _Offload:
 
 
 @dataclass(config=STRICT, frozen=True)
-class _Zero:
+class Zero:
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
     round_robin_gradients: bool = False
     reduce_bucket_size: _Count = 500_000_000
     allgather_bucket_size: Annotated[_Count, Field(multiple_of=2)] = 500_000_000
-    offload_optimizer: _Offload | None = None
-    offload_param: _Offload | None = None
+    offload_optimizer: Offload | None = None
+    offload_param: Offload | None = None
     sub_group_size: _Count = 1_000_000_000
     stage3_prefetch_bucket_size: _Limit = 50_000_000
     stage3_param_persistence_threshold: _Limit = 100_000
@@ -74,12 +74,12 @@ class _Zero:
 
 
 @dataclass(config=STRICT, frozen=True)
-class _Bf16:
+class Bf16:
     enabled: bool = False
 
 
 @dataclass(config=STRICT, frozen=True)
-class _Fp16:
+class Fp16:
     enabled: bool = False
     loss_scale: Annotated[float, Field(ge=0)] = 0  # 0: dynamic
     initial_scale_power: Annotated[int, Field(ge=0, le=_LARGEST_POWER)] = 16
@@ -108,12 +108,12 @@ class _DiskAccess:
 
 
 @dataclass(config=STRICT, frozen=True)
-class _Schema:
+class Schema:
     """The keys that a JSON may hold: how a run is run. Defaults are DeepSpeed's."""
 
-    zero_optimization: _Zero = _Zero()
-    bf16: _Bf16 = _Bf16()
-    fp16: _Fp16 = _Fp16()
+    zero_optimization: Zero = Zero()
+    bf16: Bf16 = Bf16()
+    fp16: Fp16 = Fp16()
     torch_autocast: _Autocast = _Autocast()
     data_types: _DataTypes = _DataTypes()
     aio: _DiskAccess = _DiskAccess()
@@ -138,7 +138,7 @@ def load(path: str | Path) -> dict:
 
 def check(values: dict, place: str) -> None:
     """Raise ConfigError with every problem of a DeepSpeed JSON; `place` names its file."""
-    owners, known = RUN_KEYS | CODE_KEYS, _Schema.__dataclass_fields__
+    owners, known = RUN_KEYS | CODE_KEYS, Schema.__dataclass_fields__
     given = {key: value for key, value in values.items()
              if not (key in RUN_KEYS and value == "auto")}
     problems = [f'"{key}": belongs to the run config ({owners[key]}); delete it here'
@@ -146,7 +146,7 @@ def check(values: dict, place: str) -> None:
     problems += [f"{key}: {_UNTRIED}{nearest(key, known)}"
                  for key in given.keys() - owners.keys() - known.keys()]
     problems += [problem.replace(": unknown key", f": {_UNTRIED}") for problem in problems_of(
-        _Schema, {key: value for key, value in given.items() if key in known})]
+        Schema, {key: value for key, value in given.items() if key in known})]
     raise_problems(place, sorted(problems) or problems_between(values))
 
 

@@ -8,12 +8,14 @@ backward; initial values are set after construction, parameter by parameter, bec
 `zero.Init` an assignment in a constructor is a silent no-op.
 """
 
+import math
 import os
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -40,7 +42,7 @@ from deberta_ds.engine.clipping import (
 )
 from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
-from deberta_ds.engine.passes import build_passes
+from deberta_ds.engine.passes import HookedPasses, build_passes
 from deberta_ds.model import cpu
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
@@ -94,7 +96,7 @@ def init_distributed() -> torch.device:
     if dist.is_distributed():
         return device
     try:
-        with _saying_who_waits():
+        with saying_who_waits():
             deepspeed.init_distributed(verbose=False)
     except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
         remedy = ("choose a free port (--master_port of deepspeed and torchrun, else MASTER_PORT), "
@@ -111,7 +113,7 @@ def init_distributed() -> torch.device:
 
 
 @contextmanager
-def _saying_who_waits() -> Iterator[None]:
+def saying_who_waits() -> Iterator[None]:
     """Say after WAIT_SECONDS what this rank waits for; meanwhile Ctrl-C ends it at once.
 
     Python's own handler would have to wait as well: the waiting is torch's.
@@ -196,7 +198,7 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     clip_networks_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
-    engine.passes = None
+    engine.passes = HookedPasses(engine)
     # As zeros, their gradients count in no norm, and leave moments at zero.
     engine.holds = [parameter.register_hook(torch.zeros_like)
                     for name, parameter in model.named_parameters() if name in waiting]
@@ -246,6 +248,46 @@ def set_learning_rate(engine, rate: float, *, is_thawed: bool = True) -> None:
         group["lr"] = 0.0 if waits else rate * group.get("rate_share", 1.0)
 
 
+class BadStepError(UserError):
+    """A loss or a gradient is not finite, or the loss spiked; the update was not made."""
+
+    on_every_rank = True
+
+
+Update = Enum("Update", "MADE OVERFLOW BAD")  # OVERFLOW: the fp16 loss scale was lowered instead
+
+
+def update(engine) -> Update:
+    """Make the update from the gradients of the passes, unless one of them is not finite."""
+    if hasattr(engine.optimizer, "overflow"):
+        try:
+            engine.step()
+        except Exception as error:  # DeepSpeed has no class of its own for it
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise BadStepError("the fp16 gradient overflows at the lowest loss scale; train in "
+                               "bf16 or fp32, or lower optim.learning_rate") from None
+        if not engine.optimizer.overflow:
+            return Update.MADE
+        is_scaled = engine.fp16_enabled() and engine.dynamic_loss_scale()
+        return Update.OVERFLOW if is_scaled else Update.BAD
+    # ZeRO-0 in fp32: a plain optimizer, which would apply NaN. All ranks hold the same gradients.
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    if torch.stack(torch._foreach_norm(gradients)).isfinite().all():
+        engine.step()
+        return Update.MADE
+    engine.zero_grad()  # what the wrappers do; `step` cannot clip when there is nothing to clip
+    engine.micro_steps += 1
+    engine.skipped_steps += 1
+    return Update.BAD
+
+
+def gradient_norm(engine) -> float | None:
+    """Return the norm of the last update's gradient, if there is one and it is finite."""
+    norm = engine.get_global_grad_norm()
+    return None if norm is None or not math.isfinite(norm) else float(norm)
+
+
 def gathered(parameters: list[nn.Parameter]):
     """Context in which the given parameters are whole on every rank, for reading."""
     if any(hasattr(p, "ds_id") for p in parameters):
@@ -290,7 +332,7 @@ ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "partitio
 def check_deepspeed(values: dict, place: str) -> list[str]:
     """Check a JSON; return warnings about what this machine does badly. Raises ConfigError."""
     ds_config.check(values, place)
-    return check_machine(values, deepspeed.get_accelerator().device_name(), place)
+    return check_machine(values, device_type(), place)
 
 
 def check_machine(values: dict, device_type: str, place: str) -> list[str]:

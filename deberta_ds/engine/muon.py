@@ -32,7 +32,7 @@ _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic, by Jordan
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class Matrix:
     """A matrix of which some rank's buffer holds a part."""
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class _Matrix:
 class _Part:
     """A matrix, and this rank's flat buffers in which its piece lies."""
 
-    matrix: _Matrix
+    matrix: Matrix
     direction: Tensor
     weights: Tensor
 
@@ -57,7 +57,7 @@ class Muon(torch.optim.AdamW):
         """`matmuls`: the type of Newton-Schulz (the author's is bf16), None: the weights' own."""
         super().__init__(groups, fused=True, **settings)
         self._momentum, self._matmuls = momentum, matmuls
-        self._held: dict[Tensor, list[_Matrix]] = {}  # by the flat buffer they lie in
+        self._held: dict[Tensor, list[Matrix]] = {}  # by the flat buffer they lie in
 
     def bind(self, engine) -> None:
         """Learn which matrices lie where in ZeRO's flat buffers; call before the first step."""
@@ -68,7 +68,7 @@ class Muon(torch.optim.AdamW):
         for number, buffer in enumerate(trained):
             mine = dict(buffer.held)
             self._held[buffer.weights] = [
-                _Matrix(layout.shapes[name], mine.get(name),
+                Matrix(layout.shapes[name], mine.get(name),
                         next(layout.pieces(name)).count < math.prod(layout.shapes[name]))
                 for name in layout.groups[number].names]
 
@@ -93,7 +93,7 @@ class Muon(torch.optim.AdamW):
             if not state:
                 state["exp_avg"] = torch.zeros_like(weights)
             held = self._held[weights] if weights.dim() != 2 else [
-                _Matrix(weights.shape, Piece(0, 0, 0, 0, weights.numel()), False)]
+                Matrix(weights.shape, Piece(0, 0, 0, 0, weights.numel()), False)]
             average = state["exp_avg"].lerp_(weights.grad, 1 - self._momentum)
             direction = weights.grad.lerp(average, self._momentum)
             weights.mul_(1 - group["lr"] * group["weight_decay"])

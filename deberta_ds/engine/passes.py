@@ -1,4 +1,4 @@
-"""Forward and backward passes whose gradients are summed here: as a CUDA graph, and in fp32.
+"""Passes of micro-batches: by the hooks of DeepSpeed, or with gradients that are summed here.
 
 On a GPU a micro-batch of v3-base is some 5,000 operators and launches, for which Python needs
 longer than the card. A CUDA graph replays all of them in one call. No hook of DeepSpeed runs in a
@@ -13,14 +13,18 @@ Not under ZeRO-3, whose weights are gathered by hooks; it accumulates in fp32 it
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from deberta_ds.base.errors import UserError, first_line
-from deberta_ds.base.own_code import is_own
+from deberta_ds.base.user_code import is_own
+from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.engine import ds_config
@@ -30,6 +34,7 @@ _LOG = logging.getLogger("deberta_ds")
 _WARM_UPS = 3  # passes before a capture: libraries choose their algorithms and workspaces
 _GRAPHS = 2  # of different shapes, kept at once
 Sums = dict[str, Tensor]
+Forward = Callable[[Any], tuple[Tensor, Sums]]  # a micro-batch -> its loss, detached sums
 
 
 def obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
@@ -71,18 +76,94 @@ def are_summed(ds: dict, accumulates: bool) -> bool:
     return accumulates and in_bf16 and not sums_obstacle(ds)
 
 
-def build_passes(engine, run: RunConfig, ds: dict, say: Callable[[str], None]) -> "Passes | None":
-    """Return what makes the passes of a run's micro-batches; None: `engine` itself does."""
+def build_passes(engine, run: RunConfig, ds: dict, say: Callable[[str], None]
+                 ) -> "Passes | HookedPasses":
+    """Return what makes the passes of a run's micro-batches."""
     device_type, as_graph = engine.device.type, is_graph(run, ds, engine.device.type)
     if device_type == "cuda" and not as_graph and run.train.cuda_graph != "off":
         say(f"no CUDA graph, the GPU may wait for Python: {obstacle(run, ds, device_type)}")
     summed = are_summed(ds, ds["gradient_accumulation_steps"] > 1)
     mode = run.train.cuda_graph if as_graph else "off"
-    return Passes(engine, mode) if as_graph or summed else None
+    return Passes(engine, mode) if as_graph or summed else HookedPasses(engine)
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Name the block in traces of torch.profiler (train.profile_steps) and of Nsight (NVTX)."""
+    with record_function(name), (
+            torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()):
+        yield
+
+
+@contextmanager
+def seed_pass(device: torch.device, seed: int) -> Iterator[None]:
+    """Make dropout inside a function of `seed`; torch's generators, too, which heads and code of
+    one's own may ask.
+    """
+    torch.manual_seed(seed)
+    with seeded(torch.full((1,), seed, dtype=torch.int64, device=device)):
+        yield
+
+
+def first_bad_gradient(engine, batch, seed: int, forward: Forward) -> str:
+    """Return the first parameter, in backward order, with a gradient that is not finite, or ""."""
+    bad: list[str] = []
+
+    def note(gradient: Tensor, name: str) -> None:
+        if not torch.isfinite(gradient).all():
+            bad.append(name)
+
+    hooks = [parameter.register_hook(partial(note, name=name))
+             for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    with seed_pass(engine.device, seed):
+        loss, _ = forward(batch.to(engine.device))
+    engine.backward(loss)
+    for hook in hooks:
+        hook.remove()
+    return bad[0] if bad else ""
+
+
+def _set_micro_batches(engine, count: int) -> None:
+    # A batch that grows has another number of micro-batches now and then; a smaller one is a whole
+    # one to DeepSpeed, which only adds up its samples wrongly.
+    engine.set_train_batch_size(
+        dist.world_size() * count * engine.train_micro_batch_size_per_gpu())
+
+
+class HookedPasses:
+    """The passes of an update's micro-batches by DeepSpeed: `begin`, `run` each, `hand_over`."""
+
+    def __init__(self, engine):
+        self._engine, self._left = engine, 0
+
+    def begin(self, normalizers: Sums, micro_batches: int) -> None:
+        _set_micro_batches(self._engine, micro_batches)
+        self._left = micro_batches
+
+    def run(self, batch: Any, seed: int, forward: Forward, computing: Callable = nullcontext
+            ) -> tuple[Tensor, Sums]:
+        """As `Passes.run`; the last backward pass is made by `hand_over`."""
+        engine = self._engine
+        self._left -= 1
+        engine.set_gradient_accumulation_boundary(not self._left)
+        with seed_pass(engine.device, seed), span("forward"), computing():
+            self._loss, sums = forward(batch.to(engine.device))
+        loss = self._loss.detach()
+        if self._left:
+            with span("backward"):
+                engine.backward(self._loss)
+                engine.step()
+        return loss, sums
+
+    def hand_over(self, good: Tensor) -> None:
+        with span("backward"):
+            factor = torch.where(good, 1.0, torch.nan).to(self._loss.dtype)
+            self._engine.backward(self._loss * factor)
+        del self._loss
 
 
 class Passes:
-    """The passes of an update's micro-batches: `begin`, `run` for each, `hand_over`."""
+    """As `HookedPasses`, without DeepSpeed's hooks."""
 
     def __init__(self, engine, mode: str):
         """mode: train.cuda_graph."""
@@ -112,23 +193,27 @@ class Passes:
             self._graphs.clear()
         self._weights = weights
 
-    def run(self, batch: Batch, seed: int) -> tuple[Tensor, Sums]:
-        """Pass a micro-batch forward and backward; return its loss, and its detached sums.
+    def run(self, batch: Batch, seed: int, _forward: Forward | None = None,
+            computing: Callable = nullcontext) -> tuple[Tensor, Sums]:
+        """Pass a micro-batch forward and backward; return its detached loss and sums.
 
-        With a graph they are overwritten by the next pass. `seed` is of dropout, and of torch's
-        generators, which code of one's own may ask.
+        With a graph they are overwritten by the next pass. `computing` is a context of what needs
+        no other rank.
         """
-        self._seed.fill_(seed)
-        graph = None if self._mode == "off" else self._graph_of(batch)
-        torch.manual_seed(seed)  # behind the warm-up of a capture, which may have asked them
-        return graph.replay(batch) if graph else self._pass(batch.to(self._engine.device))
+        with span("forward and backward"), computing():
+            self._seed.fill_(seed)
+            graph = None if self._mode == "off" else self._graph_of(batch)
+            torch.manual_seed(seed)  # behind the warm-up of a capture, which may have asked them
+            return graph.replay(batch) if graph else self._pass(batch.to(self._engine.device))
 
+    @span("reduction")
     def hand_over(self, good: Tensor) -> None:
         """Give the summed gradients to DeepSpeed; unless `good`, NaN in their place.
 
-        Gradients are reduced over ranks here; `engine.step()` may follow.
+        Gradients are reduced over ranks here; the update may follow.
         """
         engine, stage = self._engine, self._engine.zero_optimization_stage()
+        _set_micro_batches(engine, self._micro_batches)
         factor = torch.where(good, 1.0, torch.nan).float()
         torch._foreach_mul_([gradient.view(-1)[:1] for gradient in self._sums], factor)
         engine.micro_steps += self._micro_batches - 1  # `step` counts one

@@ -14,7 +14,7 @@ from typing import Any
 
 import zstandard
 
-from deberta_ds.base.errors import UserError, first_line, refuse_pipe
+from deberta_ds.base.errors import UserError, first_line, of_extra, refuse_pipe
 from deberta_ds.files.remote import file_system, state_of, tried
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
@@ -45,7 +45,9 @@ def open_bytes(path: str):
     if suffix in _FRAMES:
         return io.BufferedReader(_Frames(raw, _FRAMES[suffix]), 1 << 20)
     if suffix == ".lz4":
-        return _open_lz4(raw, path)
+        with of_extra("archives", path):
+            import lz4.frame
+        return lz4.frame.LZ4FrameFile(raw)
     if raw.seekable():  # a part may be read of it: no whole buffer of a remote file's front
         head = raw.raw.read(6)
         raw.raw.seek(0, os.SEEK_SET)
@@ -159,14 +161,6 @@ class _Streamed(_RemoteFile):
             left -= len(data)
 
 
-def _open_lz4(raw, path: str):
-    try:
-        import lz4.frame
-    except ImportError as error:
-        raise UserError(f"{path}: needs the package lz4: pip install lz4") from error
-    return lz4.frame.LZ4FrameFile(raw)
-
-
 class _Frames(io.RawIOBase):
     """A compressed file of one frame or more, as `cat a.xz b.xz` makes it.
 
@@ -242,12 +236,9 @@ class _GzipFrame:
         return self._zlib.decompress(self._zlib.unconsumed_tail + data, limit)
 
 
-def _zstd_frame():
-    return zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
-
-
-_FRAMES = {".gz": _GzipFrame, ".zst": _zstd_frame,
-           ".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
+_FRAMES: dict[str, Callable] = {
+    ".gz": _GzipFrame, ".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()}
 _MARKS = {".gz": b"\x1f\x8b\x08", ".zst": b"\x28\xb5\x2f\xfd", ".xz": b"\xfd7zXZ\0"}
 
 

@@ -103,7 +103,8 @@ def read_rows(path: str | Path, file: BinaryIO | None = None, *,
             if before:
                 delimiter = first[4:5]
             elif not delimiter or delimiter not in first:
-                delimiter = "\t" if suffix == ".tsv" else _delimiter_of(first)
+                delimiter = "\t" if suffix == ".tsv" else max(
+                    _DELIMITERS, key=re.sub('"[^"]*"', "", first).count)
             lines = text if before else chain([first], text)
             rows = _unquoted(lines, before, delimiter) if is_raw else _quoted(
                 path, lines, before, delimiter, longest)
@@ -317,11 +318,6 @@ def _quoted(path: str, lines: Iterable[str], before: int, delimiter: str, longes
             f"{path}:{before + rows.line_num}: {error}; a cell with a quotation mark in it is "
             f'quoted, with "" for the mark, and no cell is longer than {longest:,} characters'
         ) from error
-
-
-def _delimiter_of(header: str) -> str:
-    """Return the mark that the header of a .csv has most of outside of quotation marks."""
-    return max(_DELIMITERS, key=re.sub('"[^"]*"', "", header).count)
 
 
 def _arrow_rows(path: str, file: BinaryIO, kind: str, columns: Sequence[str] | None,

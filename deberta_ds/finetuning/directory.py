@@ -37,9 +37,9 @@ from deberta_ds.config.options import validate
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.publish import hf
 from deberta_ds.release import configs
+from deberta_ds.release.networks import Network
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.relative_rows import with_a_row_a_distance
-from deberta_ds.release.release import Network
 from deberta_ds.release.tensors import (
     SAFETENSORS,
     write_safetensors,

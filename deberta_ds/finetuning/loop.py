@@ -79,7 +79,7 @@ def _updates(job: Job, engine, optim: OptimConfig, rows: Sequence[Feature],
                                 for name in ("loss", "adversarial")])
         # ------------------------------------------------------------------------------------------
         if progress.step in evals:
-            _evaluate_and_keep(job, engine, progress, total_steps, len(rows), checkpoints.seconds)
+            evaluate_and_keep(job, engine, progress, total_steps, len(rows), checkpoints.seconds)
         if result.request:
             checkpoints.save(progress)
     progress.seconds = checkpoints.seconds()
@@ -105,7 +105,7 @@ def training_of(job: Job) -> Training:
             return output.loss_sum * scale, {"loss": output.loss_sum.detach(),
                                              "adversarial": output.adversarial_sum}
 
-        return forward, {}
+        return forward, {}, {}
 
     def name(rows: Sequence[int]) -> str:
         examples = [job.tables.train.examples[row] for row in dict.fromkeys(rows)]
@@ -136,7 +136,7 @@ def shape_of(settings: Settings) -> tuple[int, int]:
     return micro, math.ceil(share / micro)
 
 
-def _evaluate_and_keep(job: Job, engine, progress: Progress, total_steps: int, num_rows: int,
+def evaluate_and_keep(job: Job, engine, progress: Progress, total_steps: int, num_rows: int,
                        seconds: Callable[[], float]) -> None:
     """Evaluate, and write the weights if they are the best so far."""
     settings = job.settings

@@ -47,8 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def open_task(name: str) -> "Task":
     """Return a benchmark's task by its name, or one of the user's own by its file."""
-    from deberta_ds.tasks.own import load_own_task
     from deberta_ds.tasks.task import task_named
+    from deberta_ds.tasks.task_file import load_own_task
 
     if not name.endswith(".toml"):
         return task_named(name)
@@ -112,7 +112,7 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     for task in tasks:
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
-    json, values = _deepspeed(options.deepspeed_config)
+    json, values = deepspeed(options.deepspeed_config)
     if isinstance(init_from, str):
         init_from = {names[0]: init_from} if init_from else {}
     elif not isinstance(init_from, Mapping):
@@ -138,7 +138,7 @@ def pairs(texts: Sequence[str], tasks: list[str]) -> dict[str, str]:
     return found
 
 
-def _deepspeed(path: str | None) -> tuple[str, dict]:
+def deepspeed(path: str | None) -> tuple[str, dict]:
     """Return the name of a DeepSpeed JSON and its values; of this machine's where none is given."""
     import torch
 

@@ -53,17 +53,17 @@ def linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, l
     if not isinstance(temperature, Tensor) and temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     if labels_T.is_cpu:
-        _check_labels(labels_T, size)
+        check_labels(labels_T, size)
     device = hidden_TC.device.type
     if torch.is_autocast_enabled(device):
         hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
-    chunk = chunk or _chunk_for(hidden_TC.shape[0], device)
+    chunk = chunk or chunk_for(hidden_TC.shape[0], device)
     spans = [(start, min(start + chunk, size)) for start in range(0, size, chunk)]
     return _LinearCrossEntropy.apply(
         hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, spans)
 
 
-def _check_labels(labels_T: Tensor, size: int) -> None:
+def check_labels(labels_T: Tensor, size: int) -> None:
     """Raise ValueError for a label that cannot be predicted: its loss would look like any other."""
     if type(labels_T) is not Tensor or torch.compiler.is_compiling():
         return  # a traced tensor has no numbers
@@ -77,7 +77,7 @@ def _check_labels(labels_T: Tensor, size: int) -> None:
                          "the model was made for")
 
 
-def _chunk_for(rows: int, device: str) -> int:
+def chunk_for(rows: int, device: str) -> int:
     """Return how many ids to handle at once."""
     if device == "cpu":
         return max(1024, _CPU_CHUNK_LOGITS // max(1, rows))
@@ -217,7 +217,7 @@ def _sample(uniforms_T: Tensor, temperature: Tensor | float, lse_TK: Tensor, spa
     sampled_T = torch.zeros_like(chunk_T)
     for number, (start, end) in enumerate(spans):
         here_T = chunk_T == number
-        rows = _rows_to_sample(here_T)
+        rows = rows_to_sample(here_T)
         if len(rows):
             probs = (logits_of(number, rows).double() / temperature).softmax(-1)
             inside_T1 = inside_T[rows, None]
@@ -227,7 +227,7 @@ def _sample(uniforms_T: Tensor, temperature: Tensor | float, lse_TK: Tensor, spa
     return sampled_T
 
 
-def _rows_to_sample(here_T: Tensor) -> Tensor:
+def rows_to_sample(here_T: Tensor) -> Tensor:
     """Return the rows that need a chunk; on a GPU all: it would have to be waited for."""
     if here_T.is_cpu:
         return here_T.nonzero()[:, 0]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from deberta_ds.base.own_code import short_name
+from deberta_ds.base.user_code import short_name
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.tokenizer import Tokenizer

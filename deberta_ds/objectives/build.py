@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import nn
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import is_own, load
+from deberta_ds.base.user_code import is_own, load
 from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.model.backbone import on_meta

@@ -49,12 +49,12 @@ def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
     run = replace(run, model=replace(run.model, attention_dropout=0.0, attention="reference"))
     with ExitStack() as stack:  # of shape-only stand-ins for what reads numbers or needs a GPU
         if fused:
-            chunk_for = linear_cross_entropy._chunk_for  # tens of chunks, where a CPU has hundreds
-            stack.enter_context(patch.object(linear_cross_entropy, "_chunk_for",
+            chunk_for = linear_cross_entropy.chunk_for  # tens of chunks, where a CPU has hundreds
+            stack.enter_context(patch.object(linear_cross_entropy, "chunk_for",
                                              lambda rows, _device: chunk_for(rows, "cuda")))
             stack.enter_context(patch.object(encoder, "attend", _fused_attend))
             stack.enter_context(patch.object(encoder, "gathered_term", _own_term))
-        stack.enter_context(patch.object(linear_cross_entropy, "_sample", _first_ids))
+        stack.enter_context(patch.object(linear_cross_entropy, "_sample", first_ids))
         stack.enter_context(patch.object(DropoutMask, "apply", _dropped))
         stack.enter_context(FakeTensorMode())
         return _run_counted(run, dtype)
@@ -65,7 +65,7 @@ def _dropped(mask: DropoutMask, hidden: Tensor) -> Tensor:
     return F.dropout(hidden, mask.threshold / 2**32)
 
 
-def _first_ids(uniforms_T: Tensor, *_arguments) -> Tensor:
+def first_ids(uniforms_T: Tensor, *_arguments) -> Tensor:
     return torch.zeros_like(uniforms_T, dtype=torch.int64)
 
 
@@ -76,7 +76,7 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:
         model = build_model(run)
     finally:
         torch.set_default_dtype(default)
-    batch = _full_batch(run)
+    batch = full_batch(run)
     normalizers = {"targets": torch.ones(()), "tokens": torch.ones(())}
     parameters = list(model.parameters())
     with _LiveBytes(parameters) as live:
@@ -87,7 +87,7 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:
     return Activations(live.points)
 
 
-def _full_batch(run: RunConfig) -> Batch:
+def full_batch(run: RunConfig) -> Batch:
     """Return a micro-batch of full rows with the expected number of targets."""
     rows, length, mask = run.train.micro_batch_size, run.data.seq_len, run.objective.mask
     per_row = max(1, round(max(mask.rate, mask.rate_at(1.0)) * length))

@@ -13,8 +13,8 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint.find import DIRECTORY, list_finished
 from deberta_ds.config.model import FREE, without_unused
+from deberta_ds.release.networks import Network, Release, derive_words
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.release import Network, Release, derive_words
 
 
 def last_checkpoints(run: str | Path, count: int) -> list[Path]:

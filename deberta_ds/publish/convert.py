@@ -18,11 +18,11 @@ from deberta_ds.base.version import __version__
 from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.publish.onnx_files import require_onnx, write_onnx
 from deberta_ds.release import configs, names, read_back
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
+from deberta_ds.release.networks import Network, Release, with_zero_key_biases
 from deberta_ds.release.read_back import check_hugging_face, check_tensors, check_tokenizer
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.relative_rows import with_a_row_a_distance
-from deberta_ds.release.release import Network, Release, with_zero_key_biases
 from deberta_ds.release.tensors import PICKLE, write_bin
 from deberta_ds.release.tokenizer_files import copy_tokenizer_files, open_tokenizer, pad_id_of
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.files import write_atomic
 from deberta_ds.release import configs, names
+from deberta_ds.release.networks import Network, Release, with_zero_key_biases
 from deberta_ds.release.reader import SIDE_FILE
 from deberta_ds.release.relative_rows import UNREAD_ROWS, without_unread_rows
-from deberta_ds.release.release import Network, Release, with_zero_key_biases
 from deberta_ds.release.tensors import SAFETENSORS, write_safetensors
 from deberta_ds.release.tokenizer_files import pad_id_of, write_tokenizer_files
 

@@ -4,8 +4,7 @@
     DIR/onnx/model_quantized.onnx   int8 by dynamic quantization
     DIR/generator/onnx/...          the generator, with its enhanced mask decoder
 
-The names are those that optimum and transformers.js look for. onnx and onnxruntime are optional
-(`pip install onnx onnxruntime`), hence imported here and in onnx_graph.py alone.
+The names are those that optimum and transformers.js look for.
 """
 
 import logging
@@ -17,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, of_extra
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.encoder import DecoderQueries
 from deberta_ds.publish.hf import GENERATOR_DIRECTORY, head_class
-from deberta_ds.release import release as networks
-from deberta_ds.release.release import Network, Release
+from deberta_ds.release import networks
+from deberta_ds.release.networks import Network, Release
 
 TOLERANCE = 1e-4  # of the largest output, or of 1: two orders of summation in fp32
 MODEL, QUANTIZED = "model.onnx", "model_quantized.onnx"
@@ -32,12 +31,9 @@ _INLINE_BYTES = 1_500_000_000  # protobuf ends at 2 GiB
 
 def require_onnx() -> None:
     """Raise UserError if the optional packages are missing."""
-    try:
+    with of_extra("onnx", "--onnx"):
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"ONNX files need a package that is missing here ({error.name}); "
-                        "pip install onnx onnxruntime") from error
 
 
 def write_onnx(release: Release, out: Path, precision: str) -> list[str]:

@@ -23,7 +23,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.encoder import Attention, Convolution, Encoder, Layer, Trunk
-from deberta_ds.release import release
+from deberta_ds.release import networks
 
 OPSET = 20  # Gelu; onnxruntime 1.17 and later
 IR_VERSION = 10
@@ -103,7 +103,7 @@ class Text:
     length: str  # [1]
 
 
-def build(network: release.Network, head: str, tied: bool = True) -> onnx.ModelProto:
+def build(network: networks.Network, head: str, tied: bool = True) -> onnx.ModelProto:
     """Return the graph of a network in fp32.
 
     head: the end of the transformers class. Of "Model" the detection logits are a second output,
@@ -145,9 +145,9 @@ def _read_inputs(graph: Graph, choices: bool = False) -> Text:
         graph.add("Concat", graph.constant([0, 0]), length, width, axis=0), length)
 
 
-def _add_encoder_and_head(graph: Graph, network: release.Network, head: str) -> None:
+def _add_encoder_and_head(graph: Graph, network: networks.Network, head: str) -> None:
     text = _read_inputs(graph, choices=head == "ForMultipleChoice")
-    backbone = release.build_backbone(network)
+    backbone = networks.build_backbone(network)
     words = graph.constant(backbone.words.weight, "words")
     hidden = _add_trunk(graph, text, words, backbone.trunk, network.config)
     if head == "Model":
@@ -182,8 +182,8 @@ def _add_encoder_and_head(graph: Graph, network: release.Network, head: str) -> 
         graph.output(logits, "logits", ["batch", classes])
 
 
-def _add_replaced_token_head(graph: Graph, hidden: str, network: release.Network) -> None:
-    head = release.build_replaced_token_head(network)
+def _add_replaced_token_head(graph: Graph, hidden: str, network: networks.Network) -> None:
+    head = networks.build_replaced_token_head(network)
     first = graph.add("Slice", hidden, *(graph.constant([at]) for at in (0, 1, 1)))
     normed = graph.module(graph.add("Add", first, hidden), head.norm, "rtd_head.norm")
     dense = graph.add("Gelu", graph.module(normed, head.dense, "rtd_head.dense"))
@@ -192,9 +192,9 @@ def _add_replaced_token_head(graph: Graph, hidden: str, network: release.Network
                  ["batch", "length"])
 
 
-def _add_masked_lm(graph: Graph, network: release.Network, tied: bool) -> None:
+def _add_masked_lm(graph: Graph, network: networks.Network, tied: bool) -> None:
     """Every column is decoded: whoever fills masks reads theirs."""
-    words, masked_lm = release.build_masked_lm(network)
+    words, masked_lm = networks.build_masked_lm(network)
     config = network.config
     text = _read_inputs(graph)
     table = graph.constant(words.weight, "words")

@@ -24,8 +24,8 @@ from deberta_ds.config.model import FREE, without_unused
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.model.attention import Geometry
 from deberta_ds.objectives.build import objective_of
+from deberta_ds.release.networks import Network, Release
 from deberta_ds.release.read_back import changes_beyond_reach
-from deberta_ds.release.release import Network, Release
 from deberta_ds.release.vocabulary import read_in_vocabulary
 from deberta_ds.tokenizer import Tokenizer
 

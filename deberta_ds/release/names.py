@@ -39,7 +39,7 @@ _HEADS = {"mlm_head.dense": "lm_predictions.lm_head.dense",
           "rtd_head.dense": "mask_predictions.dense", "rtd_head.norm": "mask_predictions.LayerNorm",
           "rtd_head.classifier": "mask_predictions.classifier"}
 # The default ("legacy") masked-LM head of transformers, equal in meaning to `lm_predictions`.
-_LEGACY_HEAD = {"cls.predictions.transform.dense": "lm_predictions.lm_head.dense",
+LEGACY_HEAD = {"cls.predictions.transform.dense": "lm_predictions.lm_head.dense",
                 "cls.predictions.transform.LayerNorm": "lm_predictions.lm_head.LayerNorm",
                 "cls.predictions.bias": "lm_predictions.lm_head.bias"}
 COPIES = {  # tied duplicates in transformers' files and state: of 3 and 4, the last of 5.0 to 5.19
@@ -69,25 +69,15 @@ def is_encoder_name(theirs: str) -> bool:
 
 def to_theirs(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return the same tensors under the microsoft names without prefix; unknown names stay."""
-    return _rename(tensors, name_table(config))
+    return rename(tensors, name_table(config))
 
 
 def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return the same tensors under our names; unknown names stay."""
-    return _rename(tensors, {theirs: ours for ours, theirs in name_table(config).items()})
+    return rename(tensors, {theirs: ours for ours, theirs in name_table(config).items()})
 
 
-def their_name(ours: str, config: ModelConfig) -> str:
-    """Return the microsoft name without prefix of one tensor; an unknown name stays."""
-    return next(iter(_rename({ours: None}, name_table(config))))
-
-
-def from_legacy_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with transformers' legacy masked-LM head under the microsoft names."""
-    return _rename(tensors, _LEGACY_HEAD)
-
-
-def _rename(tensors: dict[str, Tensor], table: dict[str, str]) -> dict[str, Tensor]:
+def rename(tensors: dict[str, Tensor], table: dict[str, str]) -> dict[str, Tensor]:
     renamed = {}
     for name, tensor in tensors.items():
         stem, _, leaf = name.rpartition(".")

@@ -13,9 +13,9 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.json_files import read_json
 from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.release.networks import Network, Release, build_backbone
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.relative_rows import as_transformers_reads
-from deberta_ds.release.release import Network, Release, build_backbone
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
 
 TOLERANCE = 1e-5  # relative to the largest hidden state: fp32 rounding of two summation orders
@@ -75,7 +75,7 @@ def changes_beyond_reach(release: Release) -> list[str]:
     """
     lines = []
     for name, network in release.networks().items():
-        long = _sample_batches(network.config)[1:] if network.config.position_buckets else []
+        long = sample_batches(network.config)[1:] if network.config.position_buckets else []
         for ids_BL, mask_BL in long if network.source_table is not None else []:
             length, reach = ids_BL.size(1), network.config.largest_distance
             expected = build_backbone(as_transformers_reads(network, length))(ids_BL, mask_BL)
@@ -114,7 +114,7 @@ def hidden_state_error(theirs, network: Network, of_source: bool = False) -> flo
     long texts (`changes_beyond_reach`); these are compared as it reads them.
     """
     gaps = []
-    for ids_BL, mask_BL in _sample_batches(network.config):
+    for ids_BL, mask_BL in sample_batches(network.config):
         is_other = of_source and network.source_table is not None and bool(
             network.config.position_buckets) and ids_BL.size(1) > network.config.largest_distance
         ours = build_backbone(as_transformers_reads(network, ids_BL.size(1)) if is_other
@@ -125,7 +125,7 @@ def hidden_state_error(theirs, network: Network, of_source: bool = False) -> flo
     return torch.stack(gaps).max().item()  # NaN if one is
 
 
-def _sample_batches(config: ModelConfig) -> list[tuple[Tensor, Tensor]]:
+def sample_batches(config: ModelConfig) -> list[tuple[Tensor, Tensor]]:
     """Return ids and masks: three rows with padding, and one row longer than the relative table.
 
     The second is there for models that take it: any without absolute positions in the input.

@@ -12,7 +12,6 @@ reader serves both and goes by the names of the tensors.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,10 +26,10 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.release import configs, names, ours
-from deberta_ds.release import release as modules
+from deberta_ds.release import configs, names, native
+from deberta_ds.release import networks as modules
+from deberta_ds.release.networks import Network, Release, check_network, derive_words
 from deberta_ds.release.relative_rows import TABLE, with_unread_rows
-from deberta_ds.release.release import Network, Release, check_network, derive_words
 from deberta_ds.release.tensors import read_tensors, tensors_digest, weight_file
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
 from deberta_ds.tokenizer import Tokenizer
@@ -96,12 +95,13 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     path = _existing(source)
     said: Callable[[str], str] = str  # our own names
     if _is_run(path):
-        release = ours.read_checkpoint(path)
-    elif ours.is_ours(path):
-        release = ours.read_ours(path)
+        release = native.read_checkpoint(path)
+    elif native.is_ours(path):
+        release = native.read_ours(path)
     else:
         release = _read_foreign(path)
-        said = partial(names.their_name, config=release.main.config)
+        table = names.name_table(release.main.config)
+        said = lambda ours: next(iter(names.rename({ours: None}, table)))  # noqa: E731
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
     rows = {name: network.config.vocab_size for name, network in release.networks().items()}
@@ -144,9 +144,9 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
     """
     path = _existing(source)
     if _is_run(path):
-        return ours.shapes_of_checkpoint(path)
-    if ours.is_ours(path):
-        return {name: config for name, (config, _) in ours.describe_ours(path).items()}
+        return native.shapes_of_checkpoint(path)
+    if native.is_ours(path):
+        return {name: config for name, (config, _) in native.describe_ours(path).items()}
     shapes = {}
     for name, (weights, values, place) in _find_foreign(path).items():
         shape, _ = configs.from_theirs(values, place, key_bias=True)
@@ -167,7 +167,7 @@ def read_tokenizer(source: str | Path) -> Tokenizer | None:
     directory = _existing(source)
     if _is_run(directory):
         directory = newest(directory)
-    elif not ours.is_ours(directory):
+    elif not native.is_ours(directory):
         directory = _find_foreign(directory)["main"][0].parent
     return open_tokenizer(find_tokenizer_files(directory))
 
@@ -184,7 +184,7 @@ def _existing(source: str | Path) -> Path:
 def _is_run(path: Path) -> bool:
     """Return whether a directory is a checkpoint, or a run's, be it one that has none yet."""
     return (path / "run.json").exists() or (path / "checkpoints").is_dir() or (
-        is_unsaved_run(path) and weight_file(path) is None and not ours.is_ours(path))
+        is_unsaved_run(path) and weight_file(path) is None and not native.is_ours(path))
 
 
 # Of one network: its weights, its configuration as it is written, and the place of that.
@@ -270,7 +270,7 @@ def _read_network(weights: Path, values: dict, place: str, notes: list[str]) -> 
     if side.is_file():
         tensors |= read_tensors(side)[0]
     tensors = _drop_copies(_without_prefix(tensors, weights), weights, notes)
-    tensors = names.from_legacy_head(tensors)
+    tensors = names.rename(tensors, names.LEGACY_HEAD)
     is_v1 = any(name.endswith(names.V1_ONLY) for name in tensors)
     config, rest = configs.from_theirs(values, place, key_bias=not is_v1)
     if is_v1:

@@ -21,7 +21,7 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.attention.geometry import Geometry
-from deberta_ds.release.release import Network
+from deberta_ds.release.networks import Network
 
 _OURS = "trunk.encoder.relative"  # in a Network
 TABLE, UNREAD_ROWS = "encoder.rel_embeddings.weight", "encoder.rel_embeddings.unread_rows"

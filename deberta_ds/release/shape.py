@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import is_own
+from deberta_ds.base.user_code import is_own
 from deberta_ds.config.model import RANDOM, padded_rows
 from deberta_ds.config.run_config import FREE_FIELDS, ModelConfig
 

@@ -21,9 +21,9 @@ from deberta_ds.base.splitmix import mix64
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.files.remote import Cache
+from deberta_ds.release.networks import Network, Release, derive_words
 from deberta_ds.release.read_back import SENTENCES
 from deberta_ds.release.reader import read_release, read_tokenizer
-from deberta_ds.release.release import Network, Release, derive_words
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.words import byte_value, bytes_of_piece, character_starts_word
 

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.base.own_code import digest, is_own, split
+from deberta_ds.base.user_code import digest, is_own, split
 from deberta_ds.cluster import lock
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective, own_metrics

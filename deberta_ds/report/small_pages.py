@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, of_extra
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import format_count
 from deberta_ds.evaluate.attention_parts import (
@@ -144,7 +144,8 @@ def _head(one: HeadParts) -> tuple[str, list[Map], str]:
 
 
 def _map(name: str, plane_LL: np.ndarray, scale: float, unit: str) -> Map:
-    from matplotlib.image import imsave  # takes a second to import
+    with of_extra("pages", "the attention page"):
+        from matplotlib.image import imsave  # takes a second to import
 
     integers = np.rint(plane_LL / scale * _STEPS).astype(int)
     image = io.BytesIO()
@@ -181,7 +182,10 @@ def _charts(similarities: dict[str, list[Similarity]]) -> list[Drawing]:
             lines = [("query after key", tables[0], 1), ("query before key", tables[0], -1)]
         else:
             lines = [(table.name, table, 1) for table in tables[:_MAX_LINES]]
-        series = [Series(name, _points(table, sign), f"run{number}", "plain")
+        series = [Series(name, sorted(
+            (abs(float(distance)), float(cosine)) for distance, cosine in zip(
+                table.distances, table.cosines, strict=True) if distance * sign >= 0),
+            f"run{number}", "plain")
                   for number, (name, table, sign) in enumerate(lines)]
         last = float(tables[0].distances[-1])
         drawings.append(draw(Chart(key, title, note, "", series, last_x=last, x_name="distance",
@@ -189,15 +193,10 @@ def _charts(similarities: dict[str, list[Similarity]]) -> list[Drawing]:
     return drawings
 
 
-def _points(table: Similarity, sign: int) -> list[tuple[float, float]]:
-    kept = table.distances * sign >= 0
-    pairs = zip(np.abs(table.distances[kept]), table.cosines[kept], strict=True)
-    return sorted((float(distance), float(cosine)) for distance, cosine in pairs)
-
-
 def write_picture(path: Path, pieces: list[str], found: list[HeadParts]) -> None:
     """Write a PNG with a row for each head."""
-    from matplotlib.figure import Figure
+    with of_extra("pages", str(path)):
+        from matplotlib.figure import Figure
 
     if len(found) > 40:
         raise UserError(f"{path}: a picture of {len(found)} heads is too tall (at most 40); choose "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deberta_ds.base.numbers import counted, format_count, format_duration, format_value
-from deberta_ds.base.own_code import short_name
+from deberta_ds.base.user_code import short_name
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.objectives.base import Metric
 from deberta_ds.report.charts import color_of
@@ -218,6 +218,7 @@ def header(run: Run) -> Header:
     """Return the title, its state, what was learned in a sentence, and the progress."""
     state, tone = _state(run)
     total = run.total_steps
+    counts = {kind: sum(event["event"] == kind for event in run.events) for kind in _TOLD}
     return Header(
         name=run.name, state=state, tone=tone, lead=_NUMBER.split(_sentence(run)),
         failure=run.events[-1].get("detail", "") if state == "Failed" else "",
@@ -225,7 +226,8 @@ def header(run: Run) -> Header:
         marks=[round(min(100.0, 100 * at / total), 2) for at in run.resumed_at],
         progress=f"Step {run.last_step:,} of {total:,} · "
                  f"{format_duration(run.training_seconds())} of training",
-        history=_history(run), resumed=_resumed(run))
+        history=", ".join(f"{count:,} {_TOLD[kind][count != 1]}" for kind, count in counts.items()
+                          if count or kind == "save"), resumed=_resumed(run))
 
 
 def _state(run: Run) -> tuple[str, str]:
@@ -263,13 +265,6 @@ def _sentence(run: Run) -> str:
         return "Not evaluated yet: the curves below show training steps only."
     # A hyphen at which no line breaks, as in ROC-AUC.
     return re.sub(r"(?<=[A-Z])-(?=[A-Z])", "\u2011", run.objective.headline(run.scores))
-
-
-def _history(run: Run) -> str:
-    """Return "4 checkpoints saved, 1 update skipped": what happened how often."""
-    counts = {kind: sum(event["event"] == kind for event in run.events) for kind in _TOLD}
-    return ", ".join(f"{count:,} {_TOLD[kind][count != 1]}" for kind, count in counts.items()
-                     if count or kind == "save")
 
 
 def _resumed(run: Run) -> str:

@@ -207,12 +207,12 @@ def check_table(task: Task, text: str, test: Sequence[Example], place: str) -> N
         index, _, label = row.rstrip("\r").partition("\t")
         if index != str(number):
             raise UserError(f"{place}:{number + 2}: index must be {number}, found {index!r}")
-        if not _is_label(task, label):
+        if not is_label(task, label):
             wanted = "a number" if task.head == "regress" else " or ".join(map(str, task.submitted))
             raise UserError(f"{place}:{number + 2}: prediction must be {wanted}, found {label!r}")
 
 
-def _is_label(task: Task, label: str) -> bool:
+def is_label(task: Task, label: str) -> bool:
     if task.head != "regress":
         return label in map(str, task.submitted)
     try:

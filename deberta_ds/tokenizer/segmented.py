@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deberta_ds.base import own_code
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.tokenizer.tokenizer import Tokenizer
 
@@ -28,9 +28,9 @@ class SegmentedTokenizer(Tokenizer):
         self._open(plain.path, plain.files)
         self._function, self._name = words_function(words), words
         self.plain = plain
-        file, name = own_code.split(words)
+        file, name = user_code.split(words)
         self._starts, self.stored_size = self.word_starts(), 2 * self.size
-        self.words = f"{Path(file).name}:{name} sha256 {own_code.digest('words', words)}"
+        self.words = f"{Path(file).name}:{name} sha256 {user_code.digest('words', words)}"
         if self.words != (known or self.words):
             raise UserError(f"{file}: changed while this command ran; run it again")
 
@@ -56,16 +56,16 @@ class SegmentedTokenizer(Tokenizer):
 
     def _places(self, text: str) -> list[int]:
         """Return where the words of a text begin."""
-        words = own_code.call(self._function, self._name, text)
+        words = user_code.call(self._function, self._name, text)
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
             kind = type(words).__name__
-            raise own_code.OwnCodeError(f"{self._name} returned {kind}; it must return a list of "
+            raise user_code.OwnCodeError(f"{self._name} returned {kind}; it must return a list of "
                                         "the words of the text, with the white space between them")
         joined = "".join(words)
         if joined != text:
             place = next((at for at, pair in enumerate(zip(joined, text, strict=False))
                           if pair[0] != pair[1]), min(len(joined), len(text)))
-            raise own_code.OwnCodeError(
+            raise user_code.OwnCodeError(
                 f"{self._name} changed the text at {text[place:place + 20]!r}; its words must give "
                 "the text when they are joined, white space and all")
         return list(accumulate(map(len, words), initial=0))[:-1]
@@ -73,9 +73,9 @@ class SegmentedTokenizer(Tokenizer):
 
 def words_function(words: str) -> Callable[[str], list[str]]:
     """Return the function that FILE.py:NAME names; UserError if it cannot be loaded."""
-    if not own_code.is_own(words) or not own_code.split(words)[1]:
+    if not user_code.is_own(words) or not user_code.split(words)[1]:
         raise UserError(f"words: {words!r} is not FILE.py:NAME, such as words.py:words")
-    return own_code.load("words", words, ("text",))
+    return user_code.load("words", words, ("text",))
 
 
 @lru_cache(4)  # of a process

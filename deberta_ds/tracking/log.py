@@ -52,7 +52,8 @@ class _Column:
 _LOSS = _Column("loss", 9, "{:.4f}".format, "loss")
 _SPEED = _Column("tok/s", 5, format_count, "tokens_per_second")
 _PEAK_SHARE = _Column("MFU", 6, "{:.1%}".format, "mfu")
-_FLOPS = _Column("GFLOP/s", 7, lambda value: _giga(value), "flops_per_second")
+_FLOPS = _Column("GFLOP/s", 7, lambda value: f"{value / 1e9:,.{int(value < 99.95e9)}f}",
+                 "flops_per_second")
 _PROGRESS = (_Column("lr", 6, lambda value: format_value(value, "rate"), "learning_rate"),
              _Column("grad", 6, lambda value: f"{value:.3g}" if value < 1e3
                      else format_count(value), "grad_norm"),
@@ -69,11 +70,6 @@ def _columns(metrics: Sequence, record: dict[str, Any]) -> list[_Column]:
                for metric in metrics if metric.on_console]
     share = _FLOPS if record.get("mfu") is None else _PEAK_SHARE
     return [*(learned or [_LOSS]), _SPEED, share, *_PROGRESS]
-
-
-def _giga(flops_per_second: float) -> str:
-    value = flops_per_second / 1e9
-    return f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 
 class RunLog:
@@ -122,7 +118,10 @@ class RunLog:
         self._show(record)
         if record["kind"] != "event":
             with self._writing():
-                for tracker in self._opened():
+                if self._trackers is None:
+                    self._trackers = [begin(self.path.parent, self._purge_step)
+                                      for begin in self._track]
+                for tracker in self._trackers:
                     tracker.write(record)
 
     def check(self) -> None:
@@ -151,11 +150,6 @@ class RunLog:
             for tracker in self._trackers or ():
                 tracker.close()
         self._trackers = None
-
-    def _opened(self) -> list[trackers.Tracker]:
-        if self._trackers is None:
-            self._trackers = [begin(self.path.parent, self._purge_step) for begin in self._track]
-        return self._trackers
 
     def _show(self, record: dict[str, Any]) -> None:
         if record["kind"] == "event":

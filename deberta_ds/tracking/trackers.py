@@ -140,7 +140,8 @@ def chosen(log: LogConfig) -> list[Open]:
     found: list[Open] = [tensorboard]
     for name, value, opener in (("wandb", log.wandb, wandb), ("mlflow", log.mlflow, mlflow)):
         if value and importlib.util.find_spec(name) is None:
-            raise UserError(f"log.{name} = {value!r}: needs the package {name}; pip install {name}")
+            raise UserError(f"log.{name} = {value!r}: needs the package {name}, which is "
+                            'missing here: pip install "deberta_ds[trackers]"')
         if value:
             found.append(opener(value))
     return found

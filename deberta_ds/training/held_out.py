@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import short_name
+from deberta_ds.base.user_code import short_name
 from deberta_ds.cluster import dist
-from deberta_ds.config import own_parts
+from deberta_ds.config import user_functions
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.objectives import rtd
@@ -127,12 +127,12 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
     per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])
             for name in names}
     scores = objective.scores(total, per_token) | {"unigram_accuracy": unigram_accuracy(rows)}
-    return scores | {short_name(value): _own_score(value, total, per_token) for value in metrics}
+    return scores | {short_name(value): own_score(value, total, per_token) for value in metrics}
 
 
-def _own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
+def own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
     try:
-        score = own_parts.function("evaluate.metrics", value)(total, per_token)
+        score = user_functions.function("evaluate.metrics", value)(total, per_token)
     except (Exception, SystemExit) as error:  # whatever a user's code may raise
         raise UserError(f"evaluate.metrics: {value} failed ({type(error).__name__}: {error}); "
                         "correct it, or leave it out") from error

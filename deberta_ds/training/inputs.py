@@ -12,7 +12,7 @@ from typing import Any
 from deberta_ds.base.inputs import Input, identity_of
 from deberta_ds.base.numbers import format_count
 from deberta_ds.cluster import dist
-from deberta_ds.config import batch_schedule, own_parts
+from deberta_ds.config import batch_schedule, user_functions
 from deberta_ds.config.model import padded_rows
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
@@ -162,12 +162,9 @@ def _minimal_pairs(run: RunConfig, known: Known) -> Input:
                "their sentences is unknown to the tokenizer"] if half else [])
 
 
-def _own_code(run: RunConfig, _: Known) -> Input:
-    return Input("own code", None, own_parts.digests(run))
-
-
 INPUTS: tuple[Callable[[RunConfig, Known], Input], ...] = (
-    _tokenizer, _corpora, _held_out, _minimal_pairs, _own_code)
+    _tokenizer, _corpora, _held_out, _minimal_pairs,
+    lambda run, _: Input("own code", None, user_functions.digests(run)))
 
 
 def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from deberta_ds.base.errors import UserError, listed
-from deberta_ds.base.own_code import short_name
+from deberta_ds.base.user_code import short_name
 from deberta_ds.base.version import __version__
 from deberta_ds.cluster import dist
-from deberta_ds.config import own_parts, run_config
+from deberta_ds.config import run_config, user_functions
 from deberta_ds.config.model import RANDOM, ModelConfig
 from deberta_ds.config.options import ConfigError, raise_problems
 from deberta_ds.config.run_config import RunConfig
@@ -95,7 +95,7 @@ def versions() -> dict[str, str]:
 
 def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
     """Raise ConfigError with every cross problem of a run, but for those of its inputs."""
-    problems = own_parts.problems(run)
+    problems = user_functions.problems(run)
     if run.init.embeddings_only and run.init.source.startswith(RANDOM):
         problems.append("init.embeddings_only needs weights; leave random: out of init.from")
     try:

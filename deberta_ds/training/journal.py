@@ -1,6 +1,5 @@
 """What a run has done so far, and what it writes down of it: metrics.jsonl, console, run.json."""
 
-import math
 import os
 import socket
 import time
@@ -14,6 +13,7 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.engine import gradient_norm
 from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training import meters
@@ -102,15 +102,13 @@ class Journal:
         if not self._since_line:
             return
         total, self._since_line = self._since_line, {}
-        norm = self._engine.get_global_grad_norm()
         record: dict[str, Any] = {
             "kind": "train", "step": self.step, "sequences_seen": self.sequences_seen,
             "tokens_seen": self.tokens_seen, "seconds": self.seconds,
             "epochs": self.sequences_seen / sum(self._inputs.dataset.num_rows.values())}
         record |= self.meters.time_use.record(record["seconds"])
         record |= self._objective.means(self._run, total)
-        norm = None if norm is None or not math.isfinite(norm) else float(norm)
-        record |= {"learning_rate": rate, "grad_norm": norm}
+        record |= {"learning_rate": rate, "grad_norm": gradient_norm(self._engine)}
         record |= self.meters.speed.read(self.sequences_seen,
                                          batch_schedule.rows_of_run(self._run.train))
         record |= meters.machine_load(self._engine.device)

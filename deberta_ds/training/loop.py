@@ -24,6 +24,7 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig, TrainConfig
 from deberta_ds.engine import engine
 from deberta_ds.engine.optim import learning_rate
+from deberta_ds.engine.state import read_loss_scale
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tracking.records import read_metrics
@@ -297,7 +298,7 @@ class Trainer:
         if not result.updated:
             self.journal.event("overflow", "fp16 gradient overflow: update skipped, the loss scale "
                                "(one for both networks) was lowered",
-                               loss_scale=float(self.engine.optimizer.loss_scale))
+                               loss_scale=read_loss_scale(self.engine)["cur_scale"])
         self.bad_steps.accept(result.loss)
         self.journal.count(result)
 

@@ -25,7 +25,7 @@ from deberta_ds.training.goodput import STATE_BYTES
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.join import join_group
 from deberta_ds.training.start import build, changed_values, describe, open_run
-from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_step
+from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_of
 
 # Checks of the nodes of a job: clocks, links within and between nodes, disk.
 #
@@ -49,7 +49,7 @@ def preflight(device: torch.device, host: str) -> list[str]:
     clocks = dist.gather_number(time.time(), device)
     message = torch.ones((_CPU_BYTES if device.type == "cpu" else _GPU_BYTES) // 4, device=device)
     lines = [f"{counted(len(hosts), 'node')}, {dist.world_size():,} ranks, the same versions "
-             "everywhere", *_clock_lines(clocks, names)]
+             "everywhere", *clock_lines(clocks, names)]
     lines += _inside(hosts, host, message, device)
     lines += _between(list(hosts.values()), list(hosts), message, device)
     whole = fastest(lambda: dist.all_reduce(message), device)
@@ -77,7 +77,7 @@ def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str
             f"{needed / 1e9:,.1f} GB")
 
 
-def _clock_lines(clocks: list[float], hosts: list[str]) -> list[str]:
+def clock_lines(clocks: list[float], hosts: list[str]) -> list[str]:
     usual = statistics.median_low(clocks)  # one of them: of two, all of the difference is said
     off = {host: clock - usual for clock, host in zip(clocks, hosts, strict=True)}
     worst = max(off, key=lambda host: abs(off[host]))
@@ -97,7 +97,7 @@ def _inside(hosts: dict[str, list[int]], host: str, message: torch.Tensor, devic
     own = len(hosts[host])
     by_rank = dist.gather_number(2 * (own - 1) / own * message.nbytes / seconds, device)
     rates = {name: by_rank[ranks[0]] for name, ranks in hosts.items() if len(ranks) > 1}
-    return [_compared("all-reduce inside a node", rates)]
+    return [compared("all-reduce inside a node", rates)]
 
 
 def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
@@ -116,7 +116,7 @@ def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
                 rate = max(rate, message.nbytes / seconds)
         dist.barrier()
     by_rank = dist.gather_number(rate, device)
-    return [_compared("between nodes, each way",
+    return [compared("between nodes, each way",
                       {name: by_rank[ranks[0]] for name, ranks in zip(names, hosts, strict=True)})]
 
 
@@ -146,7 +146,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _compared(what: str, rates: dict[str, float]) -> str:
+def compared(what: str, rates: dict[str, float]) -> str:
     """Return a line with the range of rates and who is slowest; bytes a second."""
     slowest = min(rates, key=rates.__getitem__)
     usual = statistics.median(rates.values())
@@ -186,13 +186,13 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     counts = count_over_ranks([batch], model_engine.device)
     loss = torch.zeros((), dtype=torch.float64, device=model_engine.device)
 
-    def forward(_micro_step: int) -> torch.Tensor:
-        with seed_step(model_engine.device, run.train.seed, 0, 0, dist.rank()):
-            trained, *_ = model_engine(batch.to(model_engine.device), counts)
+    def forward(batch) -> tuple[torch.Tensor, dict]:
+        trained, sums, _ = model_engine(batch, counts)
         loss.add_(trained.detach())
-        return trained
+        return trained, sums
 
-    bad = find_bad_gradients(model_engine, [batch], forward)
+    bad = find_bad_gradients(model_engine, [batch], forward,
+                             [seed_of(run.train.seed, 0, 0, dist.rank())])
     mean = dist.sum_over_ranks(loss).item()
     what = f"micro-batch of {run.train.micro_batch_size} x {run.data.seq_len}"
     if not counts["targets"]:

@@ -141,7 +141,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
     lines.append(f"kernels: {kernels_of(run, inputs.ds)}")
-    lines += _frozen_lines(run, precision)
+    lines += frozen_lines(run, precision)
     first, full = run.train.initial_batch_size, run.train.global_batch_size
     if first:
         lines.append(f"batch size warm-up: from {first:,} to {full:,} sequences in "
@@ -149,7 +149,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     return lines + [line for one in inputs.opened.values() for line in one.lines]
 
 
-def _frozen_lines(run: RunConfig, precision: str) -> list[str]:
+def frozen_lines(run: RunConfig, precision: str) -> list[str]:
     """Return how much is not trained, and until when."""
     sizes = {name: p.numel() for name, p in on_meta(build_model, run).named_parameters()}
     frozen, waiting = held_parameters(run, sizes)

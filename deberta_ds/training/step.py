@@ -12,28 +12,19 @@ would wait for its queue.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from deberta_ds.base.errors import UserError, listed
+from deberta_ds.base.errors import listed
 from deberta_ds.cluster import dist
-from deberta_ds.model.dropout import seeded
+from deberta_ds.engine.engine import BadStepError, Update, update
+from deberta_ds.engine.passes import Forward, Sums, first_bad_gradient, span
 from deberta_ds.training.meters import WorkMeter
-
-Sums = dict[str, Tensor]
-Forward = Callable[[Any], tuple[Tensor, Sums]]  # a micro-batch -> its loss, detached sums
-
-
-class BadStepError(UserError):
-    """A loss or a gradient is not finite, or the loss spiked; the update was not made."""
-
-    on_every_rank = True
 
 
 @dataclass(frozen=True)
@@ -41,29 +32,28 @@ class Training:
     """What pretraining and fine-tuning do differently in a step.
 
     `prepare(engine, batches)` returns the forward pass, whose losses add up to the mean over the
-    step once DeepSpeed has averaged them over ranks and micro-batches, and counts over all ranks.
+    step once DeepSpeed has averaged them over ranks and micro-batches; `normalizers` of it, for a
+    pass without DeepSpeed's hooks; and counts over all ranks.
     `name` says which `rows` of micro-batches are meant; `remedy` is what to do after a bad step.
     """
 
-    prepare: Callable[[Any, list], tuple[Forward, Sums]]
+    prepare: Callable[[Any, list], tuple[Forward, Sums, Sums]]
     name: Callable[[Sequence[int]], str]
     remedy: str
 
 
-def mean_over_tokens(engine, batches: list) -> tuple[Forward, Sums]:
-    """Return the forward pass of pretraining, a mean over targets or tokens, and the counts."""
+def mean_over_tokens(engine, batches: list) -> tuple[Forward, Sums, Sums]:
+    """Return what `Training.prepare` does for pretraining: a mean over targets or tokens."""
     counts = count_over_ranks(batches, engine.device)
     # DeepSpeed averages over ranks and micro-batches; dividing the counts undoes that exactly.
     num_losses = dist.world_size() * len(batches)
     normalizers = {name: (count / num_losses).float() for name, count in counts.items()}
-    if engine.passes:
-        engine.passes.begin(normalizers, len(batches))
 
     def forward(batch) -> tuple[Tensor, Sums]:
         loss, sums, _ = engine(batch, normalizers)
         return loss, sums
 
-    return forward, counts
+    return forward, normalizers, counts
 
 
 PRETRAINING = Training(
@@ -86,39 +76,18 @@ def describe_losses(batches: list, totals: Sums, name: Callable) -> str:
     return listed(bad) or name(sorted(row for rows, _ in every_rank for row in rows))
 
 
-def find_bad_gradients(engine, batches: list, run_micro_batch,
+def find_bad_gradients(engine, batches: list, forward: Forward, seeds: Sequence[int],
                        name: Callable = PRETRAINING.name) -> str:
     """Make a step's passes and return which rank, rows and parameters give a bad gradient, or "".
 
     Only for a run that is about to stop: the engine's gradients are of no use afterwards.
-    `run_micro_batch(micro_step)` makes one forward and returns the loss. Collective.
+    Collective.
     """
-    found: list[tuple[list[int], str]] = []
-    parameters = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
-    for micro_step, batch in enumerate(batches):
-        bad: list[str] = []
-
-        def note(gradient: Tensor, parameter: str, bad: list[str] = bad) -> None:
-            if not torch.isfinite(gradient).all():
-                bad.append(parameter)
-
-        hooks = [p.register_hook(lambda g, n=n, note=note: note(g, n)) for n, p in parameters]
-        engine.backward(run_micro_batch(micro_step))
-        for hook in hooks:
-            hook.remove()
-        if bad:
-            found.append(([int(row) for row in batch.rows], bad[0]))
+    found = [([int(row) for row in batch.rows], first_bad_gradient(engine, batch, seed, forward))
+             for batch, seed in zip(batches, seeds, strict=True)]
     return listed([f"rank {rank}: first at {parameter} in backward order, {name(rows)}"
                    for rank, part in enumerate(dist.gather_objects(found))
-                   for rows, parameter in part])
-
-
-@contextmanager
-def span(name: str) -> Iterator[None]:
-    """Name the block in traces of torch.profiler (train.profile_steps) and of Nsight (NVTX)."""
-    with record_function(name), (
-            torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()):
-        yield
+                   for rows, parameter in part if parameter])
 
 
 @dataclass(frozen=True)
@@ -136,17 +105,6 @@ def seed_of(seed: int, step: int, micro_step: int, rank: int) -> int:
     """Return the number from which all that is random in one micro-batch follows."""
     text = f"{seed} {step} {micro_step} {rank}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-
-
-@contextmanager
-def seed_step(device: torch.device, *place: int) -> Iterator[None]:
-    """Make dropout inside a function of `place` (see `seed_of`); torch's generators, too, which
-    heads and code of one's own may ask.
-    """
-    number = seed_of(*place)
-    torch.manual_seed(number)
-    with seeded(torch.full((1,), number, dtype=torch.int64, device=device)):
-        yield
 
 
 def count_over_ranks(batches: list, device: torch.device) -> Sums:
@@ -170,44 +128,21 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
     `request` is this rank's, to stop or to save; the result's is that of any rank. `meter` gets the
     time of the forward passes.
     """
-    forward, counts = training.prepare(engine, batches)
-    num_losses = dist.world_size() * len(batches)
+    forward, normalizers, counts = training.prepare(engine, batches)
+    seeds = [seed_of(seed, step, micro_step, dist.rank()) for micro_step in range(len(batches))]
     totals: Sums = {}
     whole_loss = torch.zeros((), dtype=torch.float64, device=engine.device)
-
-    def run_micro_batch(micro_step: int) -> tuple[Tensor, Sums]:
-        if engine.passes:
-            number = seed_of(seed, step, micro_step, dist.rank())
-            with span("forward and backward"), meter.computing() if meter else nullcontext():
-                return engine.passes.run(batches[micro_step], number)
-        return pass_forward(micro_step)
-
-    def pass_forward(micro_step: int) -> tuple[Tensor, Sums]:
-        with (seed_step(engine.device, seed, step, micro_step, dist.rank()), span("forward"),
-              meter.computing() if meter else nullcontext()):
-            return forward(batches[micro_step].to(engine.device))
-
-    # A batch that grows has another number of micro-batches now and then; a smaller one is a whole
-    # one to DeepSpeed, which only adds up its samples wrongly.
-    engine.set_train_batch_size(num_losses * engine.train_micro_batch_size_per_gpu())
-    for micro_step in range(len(batches)):
-        engine.set_gradient_accumulation_boundary(micro_step + 1 == len(batches))
-        loss, sums = run_micro_batch(micro_step)
-        whole_loss += loss.detach() / num_losses
+    engine.passes.begin(normalizers, len(batches))
+    for batch, number in zip(batches, seeds, strict=True):
+        loss, sums = engine.passes.run(batch, number, forward,
+                                       meter.computing if meter else nullcontext)
+        whole_loss += loss / (dist.world_size() * len(batches))
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
-        if micro_step + 1 < len(batches) and not engine.passes:
-            with span("backward"):
-                engine.backward(loss)
-                engine.step()
     agreed = torch.stack([whole_loss, _number(float(request), engine.device), *totals.values()])
     agreed = dist.sum_over_ranks(agreed)
     good = agreed[0] <= ceiling  # False for NaN
-    with span("reduction" if engine.passes else "backward"):
-        if engine.passes:
-            engine.passes.hand_over(good)
-        else:
-            engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
+    engine.passes.hand_over(good)
     agreed = torch.cat([agreed, *(count.view(1) for count in counts.values())])
     mean_loss, requests, *summed = agreed.tolist()
     sums = dict(zip([*totals, *counts], summed, strict=True))
@@ -219,40 +154,16 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
             raise BadStepError(f"step {step + 1}: {problem}; no update was made. "
                                f"{training.remedy if sums.get('targets', 1) else _UNMASKED}")
     with span("update"):
-        updated = _update(engine)
-    if not (problem or updated or engine.fp16_enabled() and engine.dynamic_loss_scale()):
+        done = update(engine)
+    if done is Update.BAD and not problem:
         where = describe_losses(batches, totals, training.name)
         problem = f"gradient not finite, loss {mean_loss:.6g} ({where})"
         if raise_if_bad:
-            cause = find_bad_gradients(engine, batches, lambda number: pass_forward(number)[0],
-                                       training.name)
-            cause = cause or "not seen again when the step was repeated: suspect the hardware"
+            cause = find_bad_gradients(engine, batches, forward, seeds, training.name) or (
+                "not seen again when the step was repeated: suspect the hardware")
             raise BadStepError(f"step {step + 1}: the gradient is not finite ({cause}); no update "
                                f"was made. {training.remedy}")
-    return StepResult(sums, mean_loss, updated, problem, requests > 0)
-
-
-def _update(engine) -> bool:
-    """Take the engine's step; return whether the parameters were updated."""
-    if hasattr(engine.optimizer, "overflow"):
-        try:
-            engine.step()
-        except Exception as error:  # DeepSpeed has no class of its own for it
-            if "loss scale already at minimum" not in str(error):
-                raise
-            raise BadStepError("the fp16 gradient overflows at the lowest loss scale; train in "
-                               "bf16 or fp32, or lower optim.learning_rate") from None
-        return not bool(engine.optimizer.overflow)
-    # ZeRO-0 in fp32: a plain optimizer, which would apply NaN. All ranks hold the same gradients.
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    finite = bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all())
-    if finite:
-        engine.step()
-    else:  # what the wrappers do; engine.step() cannot clip when there is nothing to clip
-        engine.zero_grad()
-        engine.micro_steps += 1
-        engine.skipped_steps += 1
-    return finite
+    return StepResult(sums, mean_loss, done is Update.MADE, problem, requests > 0)
 
 
 def _bad_loss(loss: float, ceiling: float, sums: dict[str, float], where: str) -> str:

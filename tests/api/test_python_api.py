@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoTokenizer
 import deberta_ds
 from deberta_ds.api import jobs, model
 from deberta_ds.base.errors import UserError
-from deberta_ds.tasks.own import load_own_task
+from deberta_ds.tasks.task_file import load_own_task
 
 TEXTS = ["The quick brown fox.", "A row holds whole pieces of documents; never mind."]
 

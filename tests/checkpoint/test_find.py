@@ -91,7 +91,7 @@ def test_a_restore_writes_moments_counters_and_the_loss_scale_of_all(monkeypatch
              Buffer(torch.zeros(2), (("b", Piece(0, 1, 0, 2, 2)),))]
     monkeypatch.setattr(find, "SavedState", _State)
     monkeypatch.setattr(find, "layout_of", lambda engine: None)
-    monkeypatch.setattr(find, "_open_files", lambda *_: None)
+    monkeypatch.setattr(find, "open_files", lambda *_: None)
     monkeypatch.setattr(find, "base_optimizer", lambda engine: SimpleNamespace(
         state=state, param_groups=[{}]))
     monkeypatch.setattr(find, "buffers", lambda *_, writing: flats)

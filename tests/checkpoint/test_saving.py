@@ -27,7 +27,7 @@ from deberta_ds.checkpoint.saved_state import SavedState, rank_file
 from deberta_ds.cluster import dist
 from deberta_ds.engine.layout import Group, Layout, layout_from, replicated
 from deberta_ds.engine.state import Buffer
-from deberta_ds.release.ours import read_checkpoint
+from deberta_ds.release.native import read_checkpoint
 from deberta_ds.tracking.records import read_metrics
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (64, 16), "d": (1,)}
@@ -95,7 +95,7 @@ def test_what_pads_a_parameter_is_saved_as_zeros(world_size):
         for rank in range(world_size):
             for number, group in enumerate(layout.groups):
                 flat, held = torch.full((group.size,), 2.0), tuple(layout.held_by(rank, number))
-                saved_state._clear_padding(flat, Buffer(flat, held))
+                saved_state.clear_padding(flat, Buffer(flat, held))
                 left -= group.size - sum(piece.count for _, piece in held)
                 assert all((flat[p.offset:p.offset + p.count] == 2).all() for _, p in held)
                 assert (flat == 2).sum() == sum(piece.count for _, piece in held)
@@ -175,7 +175,7 @@ def operations_of_last_rank(path, world_size: int, monkeypatch) -> list[str]:
         patch.setattr(os, "stat", watched_stat)
         size = replicated(SHAPES, world_size).groups[0].size
         one, WATCHED = save.Save(path, keep=1), []
-        one.attempt(lambda: save._write_my_files(
+        one.attempt(lambda: save.write_my_files(
             one, [("0.fp32", torch.float32, size)], [("0.fp32", torch.zeros(size))], {}))
         done, WATCHED = WATCHED, None
     assert not one.problem and one.entries.keys() == {rank_file(world_size - 1)}
@@ -251,8 +251,8 @@ def test_no_rank_writes_before_the_remains_of_a_killed_save_are_gone(
     path = find.path_of(tmp_path, 5)
     path.mkdir(parents=True)
     (path / rank_file(7)).write_bytes(b"left behind")
-    empty = save._empty
-    monkeypatch.setattr(save, "_empty", lambda path: (time.sleep(0.3), empty(path)))
+    empty = save.empty
+    monkeypatch.setattr(save, "empty", lambda path: (time.sleep(0.3), empty(path)))
     engine_state.copy_(torch.arange(24))
     record = RunRecord(**RUN_RECORD | {"step": 5, "config": {}, "world_size": 3})
     saved = thread_ranks.run(3, lambda rank: save.save(None, tmp_path, record, 3))
@@ -320,7 +320,7 @@ def test_a_write_that_fails_in_the_background_is_one_error(tmp_path, monkeypatch
     one = save.Save(find.path_of(tmp_path, 5), 3)
     one.path.mkdir(parents=True)
     one.thread = threading.Thread(target=lambda: one.attempt(
-        lambda: save._write_my_files(one, [], [], {})))
+        lambda: save.write_my_files(one, [], [], {})))
     one.thread.start()
     with pytest.raises(CheckpointError, match=f"cannot be saved: rank 0: .*{remedy}") as caught:
         save.finish_save(one)
@@ -358,7 +358,7 @@ def test_the_manifest_is_written_when_all_else_is_on_the_disk(
     assert f"/{rank_file(0)}" in done[:manifest] and done[-1] == "checkpoints"
     done.clear()
     one = save.Save(path, 3)
-    save._write_manifest(one, [{rank_file(0): {}}])
+    save.write_manifest(one, [{rank_file(0): {}}])
     before, temporary, *after = done
     assert before == "" and find.MANIFEST in temporary and after == ["", "checkpoints"]
 

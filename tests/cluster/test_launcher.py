@@ -131,7 +131,7 @@ def test_minimal_pairs_are_shared_by_ranks_that_only_mpi_knows(monkeypatch):
     for name in launcher.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PMI_RANK", "1")
-    monkeypatch.setattr(launcher, "_need_mpi4py", lambda what: None)
+    monkeypatch.setattr(launcher, "need_mpi4py", lambda what: None)
     monkeypatch.setattr("deberta_ds.engine.engine.init_distributed", join)
     with pytest.raises(UserError, match="^joined$"):
         run_main("launch/minimal_pairs.py", "--model", "none", "--data", "none")

@@ -41,8 +41,8 @@ def test_each_host_meets_both_its_neighbours_and_one_at_a_time(count):
 
 
 def test_a_clock_that_is_off_is_named():
-    assert rehearsal._clock_lines([100.0, 100.5, 99.9], ["a", "b", "c"]) == []
-    line, = rehearsal._clock_lines([100.0, 100.1, 160.0], ["a", "b", "c"])
+    assert rehearsal.clock_lines([100.0, 100.5, 99.9], ["a", "b", "c"]) == []
+    line, = rehearsal.clock_lines([100.0, 100.1, 160.0], ["a", "b", "c"])
     assert "the clock of c is +59.9 s off" in line
 
 
@@ -62,7 +62,7 @@ def test_an_all_reduce_sends_each_byte_nearly_twice(monkeypatch):
     monkeypatch.setattr(rehearsal.dist, "group_of", lambda groups: None)
     monkeypatch.setattr(rehearsal.dist, "gather_number", lambda value, device: [value] * 5)
     monkeypatch.setattr(rehearsal, "fastest", lambda action, device: 2.0)
-    monkeypatch.setattr(rehearsal, "_compared", lambda what, found: rates.update(found))
+    monkeypatch.setattr(rehearsal, "compared", lambda what, found: rates.update(found))
     rehearsal._inside({"a": [0, 1, 2, 3], "b": [4]}, "a", torch.ones(250), CPU)
     assert rates == {"a": 1.5 * 1000 / 2}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from launching import ROOT, make_run
 
-from deberta_ds.base import own_code
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.config import own_parts, run_config
+from deberta_ds.config import run_config, user_functions
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.optim import build_optimizer, learning_rate
@@ -53,9 +53,9 @@ def test_each_mistake_names_key_file_and_remedy(run_file, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(CODE)
     (tmp_path / "broken.py").write_text("def f(:")
-    own_code._LOADED.clear(), own_code.load.cache_clear()
+    user_code._LOADED.clear(), user_code.load.cache_clear()
     run, _ = run_config.load(run_file, [f"--optim.schedule={value}"])
-    (problem,) = own_parts.problems(run)
+    (problem,) = user_functions.problems(run)
     assert re.search(expected, problem)
 
 
@@ -92,7 +92,7 @@ def test_lion_against_its_formula():
 
 
 def test_rare_words_are_chosen_more_often():
-    choose = own_code.load("", f"{EXAMPLES}/rare_words.py:rare_words")
+    choose = user_code.load("", f"{EXAMPLES}/rare_words.py:rare_words")
     ids, starts = np.repeat([10, 10_000], 50), np.arange(100)
     rng = np.random.default_rng(0)
     chosen = np.concatenate([choose(ids, starts, np.ones(100, int), 15, rng) for _ in range(99)])
@@ -101,7 +101,7 @@ def test_rare_words_are_chosen_more_often():
 
 def test_scores_and_objective():
     view = {"logits": torch.tensor([1.0, -1.0, 1.0]), "replaced": torch.tensor([True, True, False])}
-    assert own_code.load("", f"{EXAMPLES}/more_scores.py:recall")({}, view) == 0.5
+    assert user_code.load("", f"{EXAMPLES}/more_scores.py:recall")({}, view) == 0.5
     objective = objective_named(f"{EXAMPLES}/small_states.py")
     assert objective.METRICS[-1].key == "state_size" and objective.HEADS == {"main": "mlm_head."}
 
@@ -127,7 +127,7 @@ def test_an_objective_that_cannot_be_loaded_is_said_when_the_run_is_checked(run_
 def test_a_file_under_two_keys_runs_once(tmp_path):
     """Its classes and its state were there twice."""
     (tmp_path / "own.py").write_text("def one(text): pass\ntwo = one\n")
-    assert own_code.load("a", f"{tmp_path}/own.py:one") is own_code.load(
+    assert user_code.load("a", f"{tmp_path}/own.py:one") is user_code.load(
         "b", f"{tmp_path}/../{tmp_path.name}/own.py:two")
 
 
@@ -137,5 +137,5 @@ def test_examples_are_short_and_their_digests_known(run_file):
         assert is_short or path.name == "convert_annotations.py", path  # no code of a run
     run, _ = run_config.load(run_file)
     optim = replace(run.optim, name=f"{EXAMPLES}/lion.py:lion")
-    assert own_parts.digests(run) == {}
-    assert list(own_parts.digests(replace(run, optim=optim))) == [f"{EXAMPLES}/lion.py:lion"]
+    assert user_functions.digests(run) == {}
+    assert list(user_functions.digests(replace(run, optim=optim))) == [f"{EXAMPLES}/lion.py:lion"]

@@ -81,7 +81,7 @@ def killed(unit: int, *options: str) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
             run(*arguments)
 
-        run, units._run_one = units._run_one, run_one
+        run, units.run_one = units.run_one, run_one
         try:
             build(*(options or ("--out=killed",)))
             os._exit(0)

@@ -19,7 +19,7 @@ from data_helpers import (
     tree,
 )
 
-from deberta_ds.base import own_code
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
 from deberta_ds.corpus.documents import Document
@@ -34,8 +34,8 @@ from deberta_ds.corpus.filter_rules import (
 )
 from deberta_ds.corpus.filters import Filters, report_lines, try_filters
 from deberta_ds.corpus.quality import (
+    Runs,
     Text,
-    _Runs,
     c4,
     find_personal,
     fineweb,
@@ -133,7 +133,7 @@ def test_repetition_is_that_of_a_loop():
     generator = random.Random(1)
     for words in range(0, 60, 3):
         text = generator.choices(["a", "bb", "ccc", "dddd"], k=words)
-        runs = _Runs(text)
+        runs = Runs(text)
         for count in (2, 3, 4, 5, 6, 7, 8, 9, 10):
             top, repeated = naive_repetition(text, count)
             assert runs.top_characters(count) == top
@@ -269,7 +269,7 @@ def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tm
         [text for text in texts if "fox" in text], texts)]
     assert f"{tokens[0]:,} of {tokens[1]:,} tokens ({tokens[0] / tokens[1]:.1%})" in page
     (tmp_path / "own.py").write_text("def no_foxes(text):\n    return text\n")
-    own_code._LOADED.clear()  # as in another process
+    user_code._LOADED.clear()  # as in another process
     with pytest.raises(UserError, match="other inputs or options"):
         tokenize(units, tmp_path / "1", filters=rules)
 

@@ -169,14 +169,14 @@ def test_a_text_of_many_examples_is_found_once_in_a_document(tmp_path, monkeypat
     (tmp_path / "val.jsonl").write_text("".join(
         json.dumps({"passage": passage, "question": f"Question {n}?"}) + "\n" for n in range(1000)))
     units = planned(tmp_path / "text.jsonl", ["nothing", passage, passage + " and on"])
-    usual, hits = contamination._hits, []
+    usual, hits = contamination.hits, []
 
     def counted(*arguments):
         for hit in usual(*arguments):
             hits.append(hit)
             yield hit
 
-    monkeypatch.setattr(contamination, "_hits", counted)
+    monkeypatch.setattr(contamination, "hits", counted)
     against = str(tmp_path / "val.jsonl")
     report = find_contamination(units, [against], tmp_path / "found", read=READ)
     assert report.examples == {against: [1000, 1000, 0]} and report.documents == [3, 2]

@@ -34,7 +34,7 @@ from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import plan_units
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.tokenize import CleanOptions
-from deberta_ds.corpus.units import _drive, job, no_space_as_user_error, run_units
+from deberta_ds.corpus.units import drive, job, no_space_as_user_error, run_units
 from deberta_ds.data import shards
 
 
@@ -48,7 +48,7 @@ def test_rank_0_works_too_and_takes_waiting_units_back(tmp_path):
 
     missing = deque((tmp_path, str(number), note, (number,)) for number in range(24))
     with ThreadPoolExecutor(1) as pool, tqdm(disable=True) as bar:
-        _drive(pool, missing, 12, bar, work_here=True)
+        drive(pool, missing, 12, bar, work_here=True)
     assert sorted(number for number, _ in done) == list(range(24))
     here = sum(thread == threading.get_ident() for _, thread in done)
     assert here >= 8  # about 12; without taking back the pool alone does the last 12, here 6
@@ -149,7 +149,7 @@ def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path, m
 
 def test_a_part_that_begins_between_two_looks_is_no_other_command(tmp_path, monkeypatch):
     """The directory was found without a plan, then not empty: by the plan of another part."""
-    text, looks = units._plan_text({"version": 1}), []
+    text, looks = units.plan_text({"version": 1}), []
 
     def exists(path):
         if not looks:
@@ -159,10 +159,10 @@ def test_a_part_that_begins_between_two_looks_is_no_other_command(tmp_path, monk
         return os.path.exists(path)
 
     monkeypatch.setattr(Path, "exists", exists)
-    units._check_description(tmp_path, text, tmp_path)
+    units.check_description(tmp_path, text, tmp_path)
     (tmp_path / "made").touch()
     with pytest.raises(UserError, match="other inputs or options"):
-        units._check_description(tmp_path, units._plan_text({"version": 1, "words": 9}), tmp_path)
+        units.check_description(tmp_path, units.plan_text({"version": 1, "words": 9}), tmp_path)
 
 
 def test_a_lock_does_not_outlive_its_process(text_file, tmp_path):

@@ -250,5 +250,5 @@ def test_deberta_window_never_masks_the_end_of_a_row():
 def test_where_no_word_fits_the_shortest_is_chosen():
     """Characters of several bytes are words of their own in a long word, of unlike lengths."""
     starts, lengths, dice = np.array([1, 4, 6]), np.array([3, 2, 4]), np.random.default_rng(0)
-    assert masking._choose_words(lengths, 1, dice).tolist() == [1]
-    assert masking._choose_ngrams(starts, lengths, 1, 3, dice).tolist() == [1]
+    assert masking.choose_words(lengths, 1, dice).tolist() == [1]
+    assert masking.choose_ngrams(starts, lengths, 1, 3, dice).tolist() == [1]

@@ -108,7 +108,7 @@ def test_rows_hold_what_the_generator_puts_there(stored):
 def test_shards_keep_no_maps_and_few_descriptors(stored, monkeypatch):
     """Each shard and draw kept three, without end: a corpus of many shards ran out of them."""
     monkeypatch.setattr(reading, "most_open_files", lambda: 4)
-    monkeypatch.setattr(reading, "_kept_open", cache(reading._kept_open.__wrapped__))
+    monkeypatch.setattr(reading, "kept_open", cache(reading.kept_open.__wrapped__))
     dataset, place = dataset_of(stored["train"], "train"), str(stored["train"])
     rows = dataset.num_rows[str(TINY / "train")]
     found = [dataset[g] for g in range(2 * rows)]  # both draws

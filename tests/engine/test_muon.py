@@ -16,7 +16,7 @@ from deberta_ds.engine import engine, muon
 from deberta_ds.engine.ds_config import problems_with_optimizer
 from deberta_ds.engine.gpus import GPUS
 from deberta_ds.engine.layout import Piece
-from deberta_ds.engine.muon import Muon, _Matrix, orthogonal
+from deberta_ds.engine.muon import Matrix, Muon, orthogonal
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.engine.state import MASTER
 from deberta_ds.planner.plan import make_plan
@@ -90,7 +90,7 @@ def test_many_matrices_are_worked_on_in_parts(monkeypatch):
     weights, gradients = torch.randn(5, 8, 24), torch.randn(5, 8, 24)
     alone = [nn.Parameter(w.clone()) for w in weights]
     flat = nn.Parameter(weights.reshape(-1).clone())
-    held = [_Matrix((8, 24), Piece(0, 0, n * 192, 0, 192), False) for n in range(5)]
+    held = [Matrix((8, 24), Piece(0, 0, n * 192, 0, 192), False) for n in range(5)]
     monkeypatch.setattr(muon, "_AT_ONCE", 400)
     for params in (alone, [flat]):
         for p, g in zip(params, gradients if len(params) == 5 else [gradients.reshape(-1)],
@@ -195,7 +195,7 @@ def test_muon_multiplies_in_the_type_of_the_matmuls(process_group, monkeypatch):
 
 def test_matrices_that_are_cut_are_not_worked_on_with_whole_ones():
     flat = torch.zeros(6)
-    parts = [muon._Part(muon._Matrix((3, 2), None, is_cut), flat, flat)
+    parts = [muon._Part(muon.Matrix((3, 2), None, is_cut), flat, flat)
              for is_cut in (True, False, True)]
     assert [[part.matrix.is_cut for part in batch] for batch in muon._batches(parts)] == [
         [False], [True, True]]

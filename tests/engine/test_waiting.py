@@ -38,7 +38,7 @@ def test_a_waiting_rank(number):
 def test_ctrl_c_is_the_run_s_again_once_all_ranks_are_there():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with engine._saying_who_waits():
+        with engine.saying_who_waits():
             assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     finally:

@@ -24,7 +24,7 @@ from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.mlm import queries_of
 from deberta_ds.release import tokenizer_files
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
 from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.release.tokenizer_files import exported_word_ids, write_tokenizer_files
 from deberta_ds.report.small_pages import pairs_page

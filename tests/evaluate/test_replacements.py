@@ -14,7 +14,7 @@ from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import eval_sequences
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
 from deberta_ds.release.reader import load_backbone
 from deberta_ds.training.held_out import evaluate, score_discriminator, score_rows
 

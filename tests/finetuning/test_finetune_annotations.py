@@ -16,8 +16,8 @@ from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import encode, token_range
 from deberta_ds.tasks.annotations import words_in
 from deberta_ds.tasks.metrics import spans_of
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
+from deberta_ds.tasks.task_file import load_own_task
 from deberta_ds.tokenizer import Tokenizer
 
 TEXT = "😀 Ana Li lives in Rome."

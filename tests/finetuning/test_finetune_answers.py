@@ -21,10 +21,10 @@ from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.model.init import init_parameters
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import Example
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import carve, read_split
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import task_named
+from deberta_ds.tasks.task_file import load_own_task
 
 V1, V2 = task_named("SQuAD-v1.1"), task_named("SQuAD-v2.0")
 ARTICLES = ["The old bridge of Arrow was built in 1802 by Anna Moor. It fell in 1911, and a new "

@@ -9,9 +9,9 @@ from launching import ROOT
 from test_finetune_own import write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.tables import read_table
+from deberta_ds.tasks.task_file import load_own_task
 
 MULTICONER = """# id 5239d808-f300-46ea-aa3b-5093040213a3\tdomain=en
 anna _ _ B-PER

@@ -157,7 +157,7 @@ def test_wrong_zips_are_refused(tmp_path):
     file.write_bytes(b"PK")
     with pytest.raises(UserError, match="not a whole zip"):
         submission.check_zip(file, TESTS, suite="GLUE")
-    assert not submission._is_label(task_named("STS-B"), "nan")
+    assert not submission.is_label(task_named("STS-B"), "nan")
 
 
 def test_a_task_is_one_row_in_one_file():

@@ -10,8 +10,8 @@ from test_finetune_own import write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.labels import has_decimal_commas, read_list
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import count_shared, read_split
+from deberta_ds.tasks.task_file import load_own_task
 
 TEXTS = {"texts": ["text"]}
 

@@ -336,7 +336,7 @@ def test_the_best_evaluation_is_that_of_the_metric_that_was_asked_for(monkeypatc
     task = task_of("accuracy")
     job = SimpleNamespace(task=task, settings=settings, seed=0, say=print)
     monkeypatch.setattr(loop, "_evaluate", lambda job, engine: (values, 0.0))
-    loop._evaluate_and_keep(job, None, progress, 8, 16, lambda: 1.0)
+    loop.evaluate_and_keep(job, None, progress, 8, 16, lambda: 1.0)
     assert scores == [0.2] and progress.losses == []
     assert progress.history == [{"step": 4, "epoch": 2.0, "loss": 0.5} | values]
 
@@ -366,7 +366,7 @@ def test_a_save_at_an_evaluation_holds_what_was_evaluated(monkeypatch):
         save=lambda progress: saved.append(progress.step), seconds=lambda: 0.0))
     monkeypatch.setattr(loop, "train_step", lambda *_, request, **__: SimpleNamespace(
         sums={"loss": 1.0, "adversarial": 0.0}, request=request))
-    monkeypatch.setattr(loop, "_evaluate_and_keep",
+    monkeypatch.setattr(loop, "evaluate_and_keep",
                         lambda job, engine, progress, *_: evaluated.append(progress.step))
     monkeypatch.setattr(loop, "set_learning_rate", lambda *_: None)
     monkeypatch.setattr(loop, "micro_batches", lambda *_: [])

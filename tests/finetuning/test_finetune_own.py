@@ -20,10 +20,10 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import predict_file as module
 from deberta_ds.finetuning import sweep
 from deberta_ds.finetuning.directory import load_finetuned
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.submission import as_written
 from deberta_ds.tasks.task import task_named
+from deberta_ds.tasks.task_file import load_own_task
 from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ from test_finetune_own import rows_of, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import inputs, sweep
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import resolve
+from deberta_ds.tasks.task_file import load_own_task
 
 # What a user gets wrong, and what is said.
 MISTAKES = [

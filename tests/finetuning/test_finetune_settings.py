@@ -142,6 +142,6 @@ def test_a_gpu_with_bf16_takes_it_unless_told(monkeypatch, gpus, able, name):
     """In fp32 a GPU's kernels lie idle, and that was the default."""
     monkeypatch.setattr("deberta_ds.cluster.driver.count_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: able)
-    found, values = options._deepspeed(None)
+    found, values = options.deepspeed(None)
     assert found == name and ds_config.precision(values) == ("bf16" if "bf16" in name else "fp32")
-    assert options._deepspeed("ds_configs/zero1_fp32.json")[0] == "ds_configs/zero1_fp32.json"
+    assert options.deepspeed("ds_configs/zero1_fp32.json")[0] == "ds_configs/zero1_fp32.json"

@@ -14,10 +14,10 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.labels import to_line
 from deberta_ds.tasks.layouts import chosen
 from deberta_ds.tasks.metrics import spans_of
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.tables import read_table
 from deberta_ds.tasks.task import task_named
+from deberta_ds.tasks.task_file import load_own_task
 
 
 def test_every_kind_of_table_gives_the_same_examples(tmp_path):

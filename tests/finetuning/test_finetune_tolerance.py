@@ -16,10 +16,10 @@ from deberta_ds.finetuning import inputs, sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode, shortened
 from deberta_ds.finetuning.models import build_model
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import resolve
 from deberta_ds.tasks.tables import Faults
+from deberta_ds.tasks.task_file import load_own_task
 
 LONG = " ".join(WORDS * 20)
 ODD = [{"words": " ", "extra": ""}, {"words": None, "extra": "b"}, {"words": 5, "extra": "b"},

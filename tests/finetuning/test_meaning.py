@@ -15,8 +15,8 @@ from deberta_ds.tasks import metrics
 from deberta_ds.tasks.answer_texts import language_of, normalize, token_f1
 from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.look import look
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import carve, count_shared, read_split
+from deberta_ds.tasks.task_file import load_own_task
 
 TEXT = "😀😀😀 Annabelle met Bartholomew near Rome, Carla with Linz, Dora and Fürther."
 NAMES = ("Annabelle", "Bartholomew", "Rome", "Carla", "Linz", "Dora", "Fürther")

@@ -31,9 +31,9 @@ from deberta_ds.finetuning.run import write_result
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.answer_texts import normalize
 from deberta_ds.tasks.layouts import Example
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.task import TASKS, task_named
+from deberta_ds.tasks.task_file import load_own_task
 
 DICE = np.random.default_rng(5)
 TAGS = [tuple(row) for row in DICE.integers(0, 3, (30, 6)).tolist()]

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from hugging_face_models import FAMILIES, random_values
 
+from deberta_ds.engine.passes import seed_pass
 from deberta_ds.model import dropout, encoder
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.dropout import Dropout, DropoutMask, ResidualNorm, mask_of, pass_keys
 from deberta_ds.model.encoder import ACTIVATIONS, Convolution
-from deberta_ds.training.step import seed_of, seed_step
+from deberta_ds.training.step import seed_of
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -136,7 +137,7 @@ def test_no_two_passes_have_the_same_dropout():
     seeds = set()
     for place in ((1, 2, 3, 4), (9, 2, 3, 4), (1, 9, 3, 4), (1, 2, 9, 4), (1, 2, 3, 9)):
         seeds.add(seed_of(*place))
-        with seed_step(torch.device("cpu"), *place):
+        with seed_pass(torch.device("cpu"), seed_of(*place)):
             seeds.add(tuple(torch.stack(pass_keys(1, torch.device("cpu"))).flatten().tolist()))
             assert torch.initial_seed() in seeds  # for heads and code of one's own
     assert len(seeds) == 10

@@ -37,7 +37,7 @@ from deberta_ds.model.kernels import kernel_check  # noqa: E402
 from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
 from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
 from deberta_ds.objectives.rtd_cached import CachedRtdModel  # noqa: E402
-from deberta_ds.planner.activations import _first_ids  # noqa: E402
+from deberta_ds.planner.activations import first_ids  # noqa: E402
 from deberta_ds.tasks.settings import Settings  # noqa: E402  # noqa: E402
 from deberta_ds.tasks.task import HeadKind, task_named  # noqa: E402  # noqa: E402
 
@@ -139,7 +139,7 @@ def fake_card(monkeypatch):
                  (FunctionCtx, "set_materialize_grads",
                   lambda node, value: setattr(node, "none_stays", not value)),
                  # The one wait, documented there.
-                 (linear_cross_entropy, "_sample", _first_ids),
+                 (linear_cross_entropy, "_sample", first_ids),
                  # Of numbers below minlength, so its shape is known.
                  (torch, "bincount", lambda group, minlength: group.new_zeros(minlength)),
                  (kernel_check, "check", lambda *_arguments: passed))

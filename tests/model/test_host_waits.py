@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_iter  # noqa: E402
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig  # noqa: E402
 from deberta_ds.data.batch import Row, collate  # noqa: E402
 from deberta_ds.engine import passes  # noqa: E402
+from deberta_ds.engine.engine import Update, update  # noqa: E402
+from deberta_ds.engine.passes import HookedPasses  # noqa: E402
 from deberta_ds.model import (
     choose,  # noqa: E402
     encoder,  # noqa: E402
@@ -33,7 +35,7 @@ from deberta_ds.objectives import rtd  # noqa: E402
 from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
 from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
 from deberta_ds.objectives.rtd_cached import CachedRtdModel  # noqa: E402
-from deberta_ds.training.step import _update, train_step  # noqa: E402
+from deberta_ds.training.step import train_step  # noqa: E402
 
 DEVICE = torch.device("meta")
 READERS = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero"}
@@ -85,10 +87,10 @@ class Engine:
 
     device = DEVICE
     optimizer = SimpleNamespace(overflow=False)
-    passes = None
 
     def __init__(self, model, events):
         self.model, self.events = model, events
+        self.passes = HookedPasses(self)
 
     def __call__(self, *inputs):
         return self.model(*inputs)
@@ -155,7 +157,7 @@ def test_without_zero_the_host_waits_for_all_gradients_at_once():
                              step=lambda: None, zero_grad=lambda: None)
     with Waits() as waits:
         waits.number = 1.0  # each is finite
-        assert _update(engine)
+        assert update(engine) is Update.MADE
     assert len(waits.events) == 1
 
 

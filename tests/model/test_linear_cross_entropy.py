@@ -141,12 +141,12 @@ def test_autocast_equals_a_head_of_half_precision():
 @pytest.mark.parametrize("rows", [1, 100, 1229, 4915, 9_830, 100_000])
 def test_chunks_on_a_gpu_are_aligned(rows):
     """Products over another number of ids take an unaligned path there, several times slower."""
-    assert head._chunk_for(rows, "cuda") % 128 == 0
+    assert head.chunk_for(rows, "cuda") % 128 == 0
 
 
 def test_of_equal_logits_the_first_id_is_the_guess_and_samples_are_by_float64(monkeypatch):
     """Of several chunks as of one; an fp32 sum over 128,000 ids would bias rare ones."""
-    monkeypatch.setattr(head, "_chunk_for", lambda rows, device: 50)
+    monkeypatch.setattr(head, "chunk_for", lambda rows, device: 50)
     sums, kinds = head.running_sums, set()
     monkeypatch.setattr(head, "running_sums",
                         lambda values: kinds.add(values.dtype) or sums(values))

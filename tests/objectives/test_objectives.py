@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import rank_helpers
 import torch
@@ -339,3 +340,14 @@ def test_two_tables_of_a_file_become_those_of_a_run(tmp_path, sharing, tables):
     networks = {"main": {"words.weight": torch.tensor(5.0)},
                 "generator": {"words.weight": torch.tensor(3.0)}}
     assert rtd.parameters(run, networks)[0] == tables
+
+
+def test_areas_are_those_of_scikit_learn():
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    generator = np.random.default_rng(0)
+    for levels in (2, 7, 100_000):  # many logits are equal, or none
+        labels = generator.random(5000) < 0.15
+        logits = (generator.integers(0, levels, 5000) + labels).astype(np.float32)
+        assert rtd.areas(labels, logits) == pytest.approx(
+            (roc_auc_score(labels, logits), average_precision_score(labels, logits)), rel=1e-12)

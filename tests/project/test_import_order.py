@@ -3,6 +3,7 @@ the core, and each other only where WINGS says so.
 """
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -82,3 +83,23 @@ def test_who_imports_torch_and_deepspeed():
     users = {room(file) for file in FILES
              if any(name.split(".")[0] == "deepspeed" for name in imports(file))}
     assert users == KNOWS_DEEPSPEED
+
+
+# What `engine/` gives to others: torch's module inside, and what is ours.
+OURS = {"module", "device", "train", "eval", "destroy", "passes"}
+
+
+def test_no_attribute_of_deepspeeds_engine_is_asked_for_outside_its_room():
+    """step.py counted `engine.micro_steps` and read an error's text."""
+    public = set(re.findall(r"^(?:def|class) (\w+)", FILES["engine/engine.py"].read_text(), re.M))
+    wrong = []
+    for file in FILES:
+        if room(file) in {"engine", "tokenizer"}:  # whose engines are others
+            continue
+        text = FILES[file].read_text()
+        assert "loss scale already" not in text
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in (
+                    "engine", "_engine", "model_engine") and node.attr not in OURS | public:
+                wrong.append(f"{file}:{node.lineno}: {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)

@@ -24,7 +24,7 @@ from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run, options_of
 from superglue_helpers import SAMPLE, predict, save_random, tiny_start, write_lines
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import digest
+from deberta_ds.base.user_code import digest
 from deberta_ds.config import run_config
 from deberta_ds.corpus import outputs
 from deberta_ds.corpus import tokenize as stage
@@ -346,12 +346,12 @@ def test_a_fine_tuned_model_carries_the_tokenizer_that_was_read(tmp_path):
 
 def test_code_that_was_edited_since_is_refused(tmp_path, monkeypatch):
     """A10: evaluation, export and report used it without a word."""
-    from deberta_ds.config import own_parts
+    from deberta_ds.config import user_functions
 
     own = tmp_path / "mine.py"
     own.write_text((ROOT / "examples/more_scores.py").read_text())
     run, _ = run_config.load(make_run(tmp_path), [f'--evaluate.metrics=["{own}:recall"]'])
-    known = own_parts.digests(run)
-    own_parts.check_same(run, known, "step-1")
+    known = user_functions.digests(run)
+    user_functions.check_same(run, known, "step-1")
     with pytest.raises(UserError, match=r"mine\.py: has changed since step-1"):
-        own_parts.check_same(run, {name: "0" * 64 for name in known}, "step-1")
+        user_functions.check_same(run, {name: "0" * 64 for name in known}, "step-1")

@@ -12,7 +12,7 @@ from rank_helpers import PRETRAIN
 from superglue_helpers import SAMPLE, tiny_start, write_lines
 from test_inputs import FINETUNE, elsewhere, end
 
-from deberta_ds.base import errors, own_code
+from deberta_ds.base import errors, user_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
 from deberta_ds.config import run_config
@@ -20,9 +20,9 @@ from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.engine import ds_config
 from deberta_ds.release import configs, tensors, tokenizer_files
 from deberta_ds.tasks import readers, settings
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.tables import read_table
 from deberta_ds.tasks.task import task_named
+from deberta_ds.tasks.task_file import load_own_task
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking.records import read_metrics
 from deberta_ds.training import held_out, pairs, rehearsal
@@ -34,7 +34,7 @@ READERS = {
     "spm.model": Tokenizer, "metrics.jsonl": read_metrics,
     "model.safetensors": tensors.read_tensors, "model.bin": tensors.read_tensors,
     "text.txt": lambda path: plan_units([f"file://{path}"], ReadOptions(), 0),
-    "own.py": lambda path: own_code.load("key", str(path))}
+    "own.py": lambda path: user_code.load("key", str(path))}
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe"])
@@ -91,10 +91,10 @@ def test_own_code_that_ends_the_program(tmp_path, ending):
     own = tmp_path / "own.py"
     own.write_text(f"def f(step):\n    {ending}\n")
     with pytest.raises(UserError, match=r"own\.py: f ends the program"):
-        errors._run(lambda: own_code.load("key", f"{own}:f", ("step",))(1))
+        errors._run(lambda: user_code.load("key", f"{own}:f", ("step",))(1))
     own.with_name("at_once.py").write_text(ending)
     with pytest.raises(UserError, match=r"at_once\.py cannot be loaded \(SystemExit"):
-        own_code.load("key", str(own.with_name("at_once.py")))
+        user_code.load("key", str(own.with_name("at_once.py")))
 
 
 @pytest.mark.parametrize("body, said", [("raise SystemExit(0)", "SystemExit: 0"),
@@ -103,7 +103,7 @@ def test_a_score_of_ones_own_that_fails(tmp_path, body, said):
     own = tmp_path / "own.py"
     own.write_text(f"def f(total, per_token):\n    {body}\n")
     with pytest.raises(UserError, match=rf"own\.py:f failed \({said}\)"):
-        held_out._own_score(f"{own}:f", {}, {})
+        held_out.own_score(f"{own}:f", {}, {})
 
 
 def test_an_nvme_path_that_is_not_there(tmp_path):
@@ -126,7 +126,7 @@ def test_code_of_a_stranger_is_not_carried_on(tmp_path):
 
 
 def test_of_two_clocks_all_of_the_difference_is_said():
-    (line,) = rehearsal._clock_lines([100.0, 160.0], ["a", "b"])
+    (line,) = rehearsal.clock_lines([100.0, 160.0], ["a", "b"])
     assert "the clock of b is +60.0 s off" in line
 
 

@@ -98,7 +98,7 @@ def test_remains_that_cannot_be_deleted_are_set_aside(tmp_path, monkeypatch):
     path.mkdir()
     (path / ".nfs0001").write_text("open")
     monkeypatch.setattr(save.shutil, "rmtree", lambda *_, **__: None)
-    save._empty(path)
+    save.empty(path)
     assert path.is_dir() and not any(path.iterdir())
     assert len(list(tmp_path.glob("remains-*"))) == 1
 

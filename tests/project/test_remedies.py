@@ -17,9 +17,9 @@ from deberta_ds.config import run_config
 from deberta_ds.config.toml_files import as_override, as_toml
 from deberta_ds.engine import ds_config
 from deberta_ds.planner.new_run import open_devices
-from deberta_ds.tasks.own import load_own_task
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import resolve
+from deberta_ds.tasks.task_file import load_own_task
 from deberta_ds.training.join import check_run
 
 MOODS = "fine,good\nawful,bad\n"

@@ -19,9 +19,9 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.publish.convert import convert, microsoft_tensors, write_microsoft
 from deberta_ds.release import configs, read_back
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
+from deberta_ds.release.networks import build_backbone
 from deberta_ds.release.reader import SIDE_FILE, load_backbone, read_release
-from deberta_ds.release.release import build_backbone
 
 SAID = "transformers reads other rows of the source's relative table"
 
@@ -92,7 +92,7 @@ def test_a_model_that_transformers_trained_beyond_the_reach_is_said_to_change(
     model = transformers_model("v3")
     model.save_pretrained(tmp_path / "source")
     ours = read_release(tmp_path / "source").main
-    ids, mask = read_back._sample_batches(ours.config)[-1]
+    ids, mask = read_back.sample_batches(ours.config)[-1]
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state
         gap = (build_backbone(ours)(ids, mask) - expected).abs().max() / expected.abs().max()

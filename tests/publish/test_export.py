@@ -30,9 +30,9 @@ from deberta_ds.publish.average import average
 from deberta_ds.publish.convert import write_microsoft
 from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.release import configs, names, read_back
-from deberta_ds.release.ours import release_of_state, write_ours
+from deberta_ds.release.native import release_of_state, write_ours
+from deberta_ds.release.networks import build_backbone
 from deberta_ds.release.reader import load_backbone, read_release
-from deberta_ds.release.release import build_backbone
 
 
 def test_every_parameter_has_one_name_on_each_side():

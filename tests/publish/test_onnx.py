@@ -14,9 +14,9 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.publish import onnx_files
 from deberta_ds.publish.convert import convert
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
+from deberta_ds.release.networks import Network
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.release import Network
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -173,5 +173,5 @@ def test_large_weights_lie_beside_the_graph(tmp_path, monkeypatch):
 
 def test_missing_packages_have_one_error_that_says_how_to_install_them(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(UserError, match="missing here .onnxruntime.; pip install onnx"):
+    with pytest.raises(UserError, match=r"package onnxruntime, .*pip install .deberta_ds\[onnx\]"):
         convert(tmp_path / "nothing", tmp_path / "out", "hf", onnx="fp32")

@@ -8,9 +8,9 @@ import torch
 from export_cases import make_release
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
+from deberta_ds.release.networks import Network, Release, derive_words
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.release import Network, Release, derive_words
 from deberta_ds.release.tensors import read_tensors, write_safetensors
 
 

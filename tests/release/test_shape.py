@@ -13,7 +13,7 @@ from deberta_ds.config import run_config
 from deberta_ds.config.model import padded_rows
 from deberta_ds.config.options import ConfigError
 from deberta_ds.publish.convert import WRITERS
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
 from deberta_ds.release.reader import read_release, read_shapes
 from deberta_ds.release.shape import complete
 from deberta_ds.training.start import first_weights

@@ -23,7 +23,7 @@ from deberta_ds.objectives.build import build_model, held_parameters
 from deberta_ds.publish.convert import WRITERS, convert
 from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.release.initialize import initial_tensors
-from deberta_ds.release.ours import release_of_state, write_ours
+from deberta_ds.release.native import release_of_state, write_ours
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.shape import complete, padded_rows
 from deberta_ds.release.vocabulary import CLASSES, starting_points

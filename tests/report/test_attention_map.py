@@ -18,7 +18,7 @@ from deberta_ds.base.numbers import format_value
 from deberta_ds.evaluate.attention_parts import attention_parts, position_similarity
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release.ours import write_ours
+from deberta_ds.release.native import write_ours
 from deberta_ds.release.reader import load_backbone
 from deberta_ds.report.charts import Chart, Series, draw, summarize
 from deberta_ds.report.small_pages import colored, write_attention

@@ -18,7 +18,7 @@ from report_cases import (
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import format_value
-from deberta_ds.base.own_code import digest
+from deberta_ds.base.user_code import digest
 from deberta_ds.cluster import lock
 from deberta_ds.report import charts, run_pages, tables
 from deberta_ds.report.run_pages import filled_masks

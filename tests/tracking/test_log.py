@@ -271,7 +271,7 @@ RECORD = {"kind": "train", "step": 3, "loss": 2.5, "grad_norm": None}
 def test_a_service_without_its_library_is_named(monkeypatch):
     assert trackers.chosen(LogConfig()) == [trackers.tensorboard]
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="log.wandb = 'mine': needs the package wandb; pip install"):
+    with pytest.raises(UserError, match="log.wandb = 'mine': needs the package wandb, which is"):
         trackers.chosen(LogConfig(wandb="mine"))
 
 

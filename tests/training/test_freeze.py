@@ -23,7 +23,7 @@ from deberta_ds.objectives.build import build_model, freeze_problems, held_param
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import bad_steps, best, journal, loop
 from deberta_ds.training.join import check_run
-from deberta_ds.training.start import _frozen_lines
+from deberta_ds.training.start import frozen_lines
 
 FREEZE = ["embeddings", "layers.0"]
 
@@ -152,7 +152,7 @@ def test_the_log_says_how_far_a_thawed_part_jumps(tmp_path):
         assert max(moves) == pytest.approx(thaw_factor(optim, 2000), rel=1e-3)
         run, _ = run_config.load(make_run(tmp_path), [f"--optim.betas={list(betas)}"])
         run = with_train(run, freeze=("embeddings",), freeze_steps=2000)
-        _, line = _frozen_lines(run, "fp32")
+        _, line = frozen_lines(run, "fp32")
         assert f"up to {expected} learning rates" in line and ("WARNING" in line) == (expected > 2)
 
 

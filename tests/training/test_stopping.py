@@ -18,11 +18,10 @@ from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.cluster import dist, lock
 from deberta_ds.cluster.watchdog import EXIT_STUCK
 from deberta_ds.config.run_config import DataConfig, TrainConfig
+from deberta_ds.engine.engine import BadStepError, update
 from deberta_ds.tracking.records import read_metrics
 from deberta_ds.training import bad_steps
-from deberta_ds.training import step as train_step
 from deberta_ds.training.bad_steps import SpikeRule
-from deberta_ds.training.step import BadStepError
 
 
 @pytest.fixture
@@ -228,7 +227,7 @@ def test_a_loss_scale_that_cannot_fall_is_one_clear_error():
 
     engine = SimpleNamespace(optimizer=SimpleNamespace(overflow=True), step=take_step)
     with pytest.raises(BadStepError, match="lowest loss scale; train in bf16"):
-        train_step._update(engine)
+        update(engine)
 
 
 @pytest.mark.slow

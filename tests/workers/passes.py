@@ -30,7 +30,7 @@ def train(run, ds_values: dict, way: str) -> tuple:
     join_group(run, ds_values, "test")
     *_, inputs = open_run(run, ds_values, "test", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
-    model_engine.passes = None
+    model_engine.passes = passes.HookedPasses(model_engine)
     if way != "hooks":
         model_engine.passes = passes.Passes(model_engine, "auto" if way == "graph" else "off")
     losses, counts = [], []
@@ -52,8 +52,8 @@ def train(run, ds_values: dict, way: str) -> tuple:
 def main() -> None:
     passes.capture = recorded_graph.capture
     # As on a GPU, which would have to be waited for.
-    linear_cross_entropy._rows_to_sample = lambda here_T: torch.arange(len(here_T))
-    linear_cross_entropy._check_labels = lambda *_: None
+    linear_cross_entropy.rows_to_sample = lambda here_T: torch.arange(len(here_T))
+    linear_cross_entropy.check_labels = lambda *_: None
     given, _ = run_config.load(sys.argv[1], ["--model.attention=dense"])
     results = {}
     for setting in sys.argv[3:]:

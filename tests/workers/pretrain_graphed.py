@@ -16,6 +16,6 @@ found = passes.obstacle
 passes.obstacle = lambda run, ds, _device_type: found(run, ds, "cuda")
 passes.capture = recorded_graph.capture
 # As on a GPU, which would have to be waited for.
-linear_cross_entropy._rows_to_sample = lambda here_T: torch.arange(len(here_T))
-linear_cross_entropy._check_labels = lambda *_: None
+linear_cross_entropy.rows_to_sample = lambda here_T: torch.arange(len(here_T))
+linear_cross_entropy.check_labels = lambda *_: None
 runpy.run_path(str(Path(__file__).parents[2] / "launch/pretrain.py"), run_name="__main__")

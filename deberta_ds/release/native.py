@@ -22,7 +22,7 @@ from deberta_ds.config.model import computed_anywhere
 from deberta_ds.config.run_config import ModelConfig, RunConfig, to_dict
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.release import configs
-from deberta_ds.release.release import Network, Release
+from deberta_ds.release.networks import Network, Release
 from deberta_ds.release.tensors import SAFETENSORS, read_tensors, write_safetensors
 from deberta_ds.release.tokenizer_files import copy_tokenizer_files, find_tokenizer_files
 

@@ -27,8 +27,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.options import STRICT, nearest, option, validate
 from deberta_ds.config.toml_files import read_toml
 from deberta_ds.tasks.answer_texts import LANGUAGES
-from deberta_ds.tasks.own_labels import with_labels
 from deberta_ds.tasks.settings import Settings
+from deberta_ds.tasks.table_labels import with_labels
 from deberta_ds.tasks.tables import HUB_TABLE, files_like
 from deberta_ds.tasks.task import TASK_NAMES, TEST, HeadKind, Layout, TableForm, Task
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-from deberta_ds.base import own_code
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.own_code import is_own, split
+from deberta_ds.base.user_code import is_own, split
 from deberta_ds.config.run_config import RunConfig
 
 _TAKES = {
@@ -17,7 +17,7 @@ _TAKES = {
 
 def function(key: str, value: str) -> Callable:
     """Return the function that `value` of the option `key` names; UserError if it cannot be."""
-    return own_code.load(key, value, _TAKES[key])
+    return user_code.load(key, value, _TAKES[key])
 
 
 def problems(run: RunConfig) -> list[str]:
@@ -36,7 +36,7 @@ def digests(run: RunConfig) -> dict[str, str]:
     used = _functions(run)
     if is_own(run.objective.kind):
         used.append(("objective.kind", run.objective.kind))
-    return {value: own_code.digest(key, value) for key, value in used}
+    return {value: user_code.digest(key, value) for key, value in used}
 
 
 def check_same(run: RunConfig, known: Mapping[str, str], place: str) -> None:
