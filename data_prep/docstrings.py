@@ -5,15 +5,10 @@ Files are parsed, never imported. Doctest lines are left out. Of packages in pin
 the corpus is the same on every machine that has them.
 """
 
-import ast
 import json
 import os
 import re
-import sysconfig
-import warnings
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from importlib import metadata
 from pathlib import Path
 
 from options import add_workers, share
@@ -22,7 +17,6 @@ from deberta_ds.base.command_line import local, parser_for, positive
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.base.files import atomic_path
 
-OWNERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MIN_CHARACTERS, MIN_LETTER_SHARE = 200, 0.7
 NOT_PROSE = {"test", "tests", "testing", "idlelib", "encodings", "lib2to3", "ensurepip", "pip"}
 # Packages with much prose, so that few files are parsed. All but torch are the same everywhere.
@@ -32,6 +26,8 @@ PROSE = {"numpy": "numpy", "scipy": "scipy", "sklearn": "scikit-learn", "pandas"
 
 def installed_files() -> list[str]:
     """Return the .py files of the standard library and the packages, those of PROSE first."""
+    import sysconfig
+
     paths = sysconfig.get_paths()
     found = list(_python_files(paths["stdlib"], NOT_PROSE | {"site-packages", "dist-packages"}))
     packages = [(os.path.relpath(path, directory).split(os.sep)[0], path)
@@ -50,6 +46,8 @@ def _python_files(directory: str, skipped: set[str]) -> Iterator[str]:
 
 def pinned_files(constraints: str | Path) -> tuple[list[str], list[str]]:
     """Return the .py files of the packages of PROSE, and what a constraints file pins otherwise."""
+    from importlib import metadata
+
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", Path(constraints).read_text(), re.MULTILINE))
     files: list[str] = []
     notes = []
@@ -73,8 +71,12 @@ def docstrings_of(paths: list[str]) -> list[tuple[str, str]]:
 
 
 def _file_docstrings(path: str) -> Iterator[tuple[str, str]]:
+    import ast
+    import warnings
+
     from deberta_ds.tokenizer.text import BadTextError, letter_share, normalise
 
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's files
@@ -82,7 +84,7 @@ def _file_docstrings(path: str) -> Iterator[tuple[str, str]]:
     except (SyntaxError, ValueError, RecursionError):
         return  # not Python of this version: templates, Python 2
     for node in ast.walk(tree):
-        if isinstance(node, OWNERS) and (raw := ast.get_docstring(node)):
+        if isinstance(node, owners) and (raw := ast.get_docstring(node)):
             lines = [line for line in raw.splitlines() if not line.lstrip().startswith(
                 (">>>", "..."))]
             try:
@@ -95,6 +97,8 @@ def _file_docstrings(path: str) -> Iterator[tuple[str, str]]:
 
 def _module(path: str) -> str:
     """Return the dotted name of a file: no directory of this machine in the corpus."""
+    import sysconfig
+
     paths = sysconfig.get_paths()
     roots = [paths["purelib"], paths["platlib"], paths["stdlib"]]  # the last holds the others
     root = next((root for root in roots if Path(path).is_relative_to(root)), Path(path).parent)
@@ -103,6 +107,8 @@ def _module(path: str) -> str:
 
 def write(files: list[str], out: Path, max_bytes: int, heldout_share: float, workers: int) -> str:
     """Write OUT/train.jsonl and OUT/heldout.jsonl of {"id", "text"}; return what was found."""
+    from concurrent.futures import ProcessPoolExecutor
+
     from deberta_ds.corpus.tokenize import is_held_out
 
     seen: set[str] = set()

@@ -1,7 +1,6 @@
 """Predict epochs, memory, speed, days and cost of a run on a cluster or on the cores of a CPU.
 
-    python launch/plan.py --config launch/runs/v3_base.toml --devices "8 x h200"
-
+    python launch/plan.py --config RUN.toml --devices "8 x h200"
     python launch/plan.py --config RUN.toml --devices "16 cpu"
 
 Allocates nothing and needs no GPU. For a GPU that is not listed, give its figures: --devices

@@ -26,7 +26,7 @@ import deberta_ds
 from deberta_ds.base.command_line import local_path
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import cache_directory, temporary_directory
-from deberta_ds.checkpoint import download, find
+from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.save import prune
 from deberta_ds.checkpoint.upload import Uploads
@@ -226,7 +226,7 @@ def test_one_process_of_a_node_fetches_a_model(tmp_path, monkeypatch):
             fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return cache
 
-    monkeypatch.setattr(download, "fetch", fetch)
+    monkeypatch.setattr(remote, "fetch", fetch)
     monkeypatch.setattr(remote, "listed_at", lambda url: (None, "m", {"m/config.json": "1"}))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert local_copy("https://host/m").parent == tmp_path / ".cache/deberta_ds/models"

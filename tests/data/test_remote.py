@@ -27,6 +27,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
+from deberta_ds.data import remote as corpus_remote
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.remote import BLOCK_BYTES, RemoteCorpus, upload
@@ -164,7 +165,7 @@ def test_a_corpus_with_a_damaged_shard_is_not_uploaded(corpus, tmp_path):
 
 
 def test_a_bounded_cache_stays_small_and_gives_the_same_rows(corpus, url, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "_BLOCKS_BETWEEN_COUNTS", 1)
+    monkeypatch.setattr(corpus_remote, "_BLOCKS_BETWEEN_COUNTS", 1)
     limit = 4 * BLOCK_BYTES
     cache = Cache(str(tmp_path / "cache"), limit / 1e9)
     local, found = Corpus(corpus, seq_len=64), Corpus(url, seq_len=64, cache=cache)
@@ -347,7 +348,7 @@ def test_each_try_waits_twice_as_long_as_the_last(monkeypatch):
 
 
 def test_the_blocks_written_first_make_room_until_a_fifth_is_free(tmp_path):
-    corpus = remote.RemoteCorpus.__new__(remote.RemoteCorpus)
+    corpus = RemoteCorpus.__new__(RemoteCorpus)
     corpus.directory, corpus._cache = tmp_path / "one", remote.Cache(gigabytes=75e-6)
     corpus.directory.mkdir()
     for number in range(10):
@@ -367,6 +368,6 @@ def test_the_blocks_written_first_make_room_until_a_fifth_is_free(tmp_path):
 def test_a_corpus_in_the_place_of_another_lists_its_own_files(tmp_path):
     for name, shards in (("old", 3), ("new", 1)):
         corpus = make_corpus(tmp_path / name, [[20, 21]] * 3, tiny_tokenizer(), shards=shards)
-        remote.upload(corpus, f"file://{tmp_path}/store")
+        upload(corpus, f"file://{tmp_path}/store")
     listed = json.loads((tmp_path / "store/blocks/manifest.json").read_bytes())["files"]
     assert len(listed) == 4  # of one shard

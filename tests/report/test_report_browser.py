@@ -38,8 +38,7 @@ def hostile_run(directory, text, kind="rtd"):
         if record["kind"] == "event":
             record["detail"] = text
     records += [{"kind": "event", "step": 60, "event": text, "detail": text}]
-    shape = {"vocab_size": 9, "hidden_size": 8, "num_layers": 2, "num_heads": 2, text: text}
-    run = make_run(directory, records, text, kind, model=shape, **{text: {text: [text]}})
+    run = make_run(directory, records, text, kind, out_dir="runs/x")
     config = json.loads((run / "config.json").read_text())
     config |= {"origins": {f"{text}.{text}": text, "name": text}, "versions": {text: text},
                "hardware": text, "commit": text, "branch": text, "content_hashes": {text: text}}
