@@ -34,6 +34,8 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
 
 def obstacle(inputs: list[Tensor], linears: list[nn.Linear]) -> str:
     """Return why these projections cannot be fused, or an empty string."""
+    # Asked for outside of its module, ZeRO-3 gathers a weight with the module around it, which
+    # then keeps it for all its uses: fewer bytes are sent.
     tensors = [*inputs, *(x.weight for x in linears)]
     if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return "no training"
