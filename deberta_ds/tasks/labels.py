@@ -99,8 +99,8 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
     line: dict[str, Any] = {"idx": number}
     for field in (*task.texts, *task.choices):
         column = task.columns.get(field, field)
-        if column not in row:  # RTE may have SuperGLUE's names, or those of GLUE's table
-            column = field if field in row else column
+        if column not in row and field in row:
+            column = field  # RTE may have SuperGLUE's names, or those of GLUE's table
         if column not in row:
             raise UserError(f"{place}: {no_column(column, row)}")
         line[field] = row[column]

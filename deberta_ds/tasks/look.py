@@ -6,11 +6,11 @@ from itertools import islice
 from textwrap import shorten
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.tasks.layouts import Example, classes_of
+from deberta_ds.tasks.layouts import Example, classes_of, is_labelled
 from deberta_ds.tasks.metrics import spans_of
-from deberta_ds.tasks.readers import Split, count_shared, has_split, read_split
+from deberta_ds.tasks.readers import Split, count_shared, read_split
 from deberta_ds.tasks.tables import Faults, read_table
-from deberta_ds.tasks.task import Task
+from deberta_ds.tasks.task import NoSplitError, Task
 
 _ROWS, _WIDTH = 10, 76  # shown of each table, and characters of a text
 _EVERY = 1 << 62
@@ -20,11 +20,11 @@ def look(task: Task, data: str) -> Iterator[str]:
     """Yield the lines that tell how each table of a task is read, with its first rows."""
     train = None
     for name in ("train", "val", "test"):
-        if not has_split(task, data, name):
+        try:
+            split = read_split(task, data, name, any_size=True, faults=Faults(_EVERY))
+        except NoSplitError:
             yield f"{name}: none"
             continue
-        faults = Faults(_EVERY)
-        split = read_split(task, data, name, any_size=True, faults=faults)
         train = train or split
         yield f"\n{name}: {split.source}: {len(split.examples):,} examples"
         if name in task.files and task.layout in ("texts", "choices", "tags", "answers"):
@@ -43,9 +43,8 @@ def _columns(task: Task, name: str) -> Iterator[str]:
         _, row = next(read_table(task.files[name], form=task.form))
     except (UserError, StopIteration):
         return
-    used = {field: task.columns.get(field, field) for field in (*task.texts, *task.choices)}
-    used |= dict.fromkeys(task.label_columns, "label") or {"label": task.columns.get("label", "")}
-    names = {*used.values(), *task.columns.values(), *task.label_columns}
+    names = {task.columns.get(field, field) for field in (*task.texts, *task.choices)}
+    names |= {*task.columns.values(), *task.label_columns}
     yield f"  read: {', '.join(name for name in row if name in names)}"
     if ignored := [name for name in row if name not in names and "." not in name]:
         yield f"  not read: {shorten(', '.join(ignored), _WIDTH)}"
@@ -58,16 +57,20 @@ def _counts(split: Split) -> Iterator[str]:
     yield f"  texts: {len(texts):,} different, the longest has {longest:,} characters"
     labels: Counter[str] = Counter()
     for example in examples:
-        if isinstance(example.label, tuple) and task.head == "multilabel":
-            labels.update(name for name, one in zip(task.labels, example.label, strict=True) if one)
-        elif task.head == "tags" and example.label is not None:
-            labels.update(name for name, *_ in _spans(task, example))
-        elif isinstance(example.label, int) and task.head != "choice":
-            labels[task.labels[example.label]] += 1
-        else:
-            labels["with a label" if example.label is not None or example.gold else
-                   "without a label"] += 1
+        names = _names(task, example)
+        labels.update(["with a label" if is_labelled(example) else "without a label"]
+                      if names is None else names)
     yield "  " + shorten(", ".join(f"{name}: {n:,}" for name, n in labels.most_common()), 400)
+
+
+def _names(task: Task, example: Example) -> list[str] | None:
+    """Return the names in the label of an example; None where it has none, or one without names."""
+    label = example.label
+    if task.head == "multilabel" and label is not None:
+        return [name for name, one in zip(task.labels, classes_of(label), strict=True) if one]
+    if task.head == "tags" and label is not None:
+        return [name for name, *_ in _spans(task, example)]
+    return [task.labels[label]] if isinstance(label, int) and task.head != "choice" else None
 
 
 def _spans(task: Task, example: Example) -> list[tuple[str, int, int]]:
@@ -90,13 +93,10 @@ def _shown(task: Task, example: Example) -> Iterator[str]:
         is_right = task.head == "choice" and example.label == number
         yield f"  {'*' if is_right else '-'} " + " || ".join(
             shorten(text, _WIDTH, placeholder=" ...") for text in shown)
-    label = example.label
-    if isinstance(label, int) and task.head != "choice":
-        yield f"      = {task.labels[label]}"
-    elif task.head == "multilabel" and label is not None:
-        yield "      = " + ", ".join(name for name, one in zip(
-            task.labels, classes_of(label), strict=True) if one)
-    elif task.head == "regress" and label is not None:
-        yield f"      = {label:g}"
+    names = _names(task, example) if task.head != "tags" else None
+    if names is not None:
+        yield f"      = {', '.join(names)}"
+    elif task.head == "regress" and example.label is not None:
+        yield f"      = {example.label:g}"
     elif task.head == "answer":
         yield f"      = {' / '.join(dict.fromkeys(example.gold)) or 'no answer'}"

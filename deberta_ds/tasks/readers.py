@@ -11,11 +11,13 @@ import random
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.files import tables
@@ -25,7 +27,7 @@ from deberta_ds.tasks.layouts import Example, classes_of, examples_of
 from deberta_ds.tasks.line import line_format
 from deberta_ds.tasks.tables import Faults, each_row
 from deberta_ds.tasks.task import TASK_NAMES, NoSplitError, TableForm, Task
-from deberta_ds.tokenizer.text import normalise
+from deberta_ds.tokenizer.text import normalise, normalise_all
 
 # RuntimeError: encrypted, or packed in a way that Python cannot unpack.
 ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
@@ -122,6 +124,15 @@ class Split:
     examples: tuple[Example, ...]
     left_out: str = ""  # what is said of rows that are not among the examples
 
+    @cached_property  # train is compared with every other split
+    def text_keys(self) -> list[bytes]:
+        """A digest of the texts of each example: tokenizers read normalised ones."""
+        texts = iter(normalise_all([text for example in self.examples
+                                    for texts in example.sequences for text in texts])[0])
+        return [xxhash.xxh3_128_digest("\1".join(
+            "\0".join(next(texts) for _ in sequence) for sequence in example.sequences).encode())
+            for example in self.examples]
+
 
 def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = False,
                faults: Faults | None = None) -> Split:
@@ -167,8 +178,8 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     if task.layout == "answers" and not task.language:
         contexts = Counter(language_of(example.sequences[0][1]) for example in examples)
         language = max(contexts, key=contexts.__getitem__, default="")
-        examples = [replace(example, language=language) for example in examples]
         if language:
+            examples = [replace(example, language=language) for example in examples]
             notes.append(f'answers are compared by the rule of language = "{language}"')
     official = task.count(split)
     if not examples:
@@ -194,15 +205,10 @@ def _name(task: Task, example: Example, split: str) -> int | str | tuple[int, ..
 
 def count_shared(first: Split, second: Split) -> tuple[int, str]:
     """Return (how many examples of `second` have the texts of one of `first`, the first's place)"""
-    known = {same_text(*example.sequences) for example in first.examples}
-    places = [example.place for example in second.examples
-              if same_text(*example.sequences) in known]
+    known = set(first.text_keys)
+    places = [example.place for example, key in zip(second.examples, second.text_keys, strict=True)
+              if key in known]
     return len(places), places[0] if places else ""
-
-
-def same_text(*sequences: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return what sequences of the same texts have in common: tokenizers read normalised ones."""
-    return tuple(tuple(map(normalise, sequence)) for sequence in sequences)
 
 
 def check_targets(split: Split) -> None:

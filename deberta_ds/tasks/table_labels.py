@@ -48,7 +48,7 @@ def _rows(task: Task, path: Path) -> list[Row]:
     """Return the rows of train that are not left out; UserError if none can be read."""
     train, rows, faults = task.files["train"], [], []
     columns = [*(task.label_columns or [task.columns["label"]]), *task.choices]
-    kept = {"tokens", "tags", "is_impossible", *columns, *task.columns.values(),
+    kept = {"is_impossible", *columns, *task.columns.values(),
             *(task.texts if task.head in ("answer", "tags") else ())}
     for place, row in each_row(train, form=task.form):
         if isinstance(row, UserError):
@@ -190,19 +190,19 @@ def _described_places(train: str, found: list[tuple[str, tuple[int, int, str]]])
         around = text[at - 1 : at + 1] if at else ""
         return len(around) == 2 and around.isalnum() and not any(map(is_unspaced, around))
 
-    cut = [inside(text, start) or inside(text, end) for text, (start, end, _) in found]
     def astray(place: Callable[[str, int], int]) -> int:
         at = [(text, place(text, start)) for text, (start, *_) in found]
         return sum(inside(text, start) or not text[start : start + 1].isalnum()
                    for text, start in at)
 
+    cut = [inside(text, start) or inside(text, end) for text, (start, end, _) in found]
     wrong = astray(lambda _, start: start)
     for unit, place in _UNITS.items():
         if wrong > 4 and wrong - astray(place) > 0.6 * wrong:
             raise UserError(
                 f"{train}: {wrong} of {len(found)} entities do not begin where a word does, but do "
                 f"if they count {unit}; count the characters of the text from 0 (as Python's text["
-                "start:end]), or give each entity its text as \"text\"")
+                "start:end])")
     more = f"; {sum(cut)} of {len(cut)} entities begin or end inside a word" if any(cut) else ""
     short = sum(f"{text}  "[end - 1 : end + 1].isalnum() and not f"{text}  "[end + 1].isalnum()
                 for text, (_, end, _) in found)

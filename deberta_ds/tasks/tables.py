@@ -134,11 +134,9 @@ def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: Ta
 
 def with_inner(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with what its objects hold as columns, too: {"labels": {"a": 1}} has labels.a"""
-    found = dict(row)
-    for name, value in row.items():
-        if isinstance(value, dict):
-            found |= {f"{name}.{key}": inner for key, inner in with_inner(value).items()}
-    return found
+    inner = {f"{name}.{key}": found for name, value in row.items() if isinstance(value, dict)
+             for key, found in with_inner(value).items()}
+    return row | inner if inner else row
 
 
 def convert(path: Path) -> str:

@@ -28,6 +28,20 @@ UNITS = {"bytes of UTF-8": lambda at: len(TEXT[:at].encode()),
 rows_of = runpy.run_path(str(ROOT / "examples/convert_annotations.py"))["rows_of"]
 
 
+def jsonl(rows: list) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def load(directory, kind: str, table: str, rows: str, **options):
+    """Return (the training split, what is said) of a task over a table with these lines."""
+    (directory / table).write_text(rows)
+    lines = {"name": "mine", "kind": kind, "train": table} | options
+    path = directory / "task.toml"
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items()))
+    task, said = load_own_task(path)
+    return read_split(task, ".", "train"), said
+
+
 def entities(place=lambda at: at, text: str = TEXT, names=NAMES) -> list:
     return [[place(text.index(name)), place(text.index(name)) + len(name), "X"] for name in names]
 
@@ -58,12 +72,9 @@ def test_plausible_answers_of_an_impossible_question_are_none(tmp_path):
     paragraph = {"context": "in Rome they sing", "qas": [
         {"id": id, "question": "where?", "is_impossible": flag, "answers": answers}
         for id, flag, answers in asked]}
-    table = tmp_path / "train.json"
-    table.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
-    path = tmp_path / "task.toml"
-    path.write_text('name = "qa"\nkind = "spans"\ntexts = ["question", "context"]\n'
-                    'label = "answers"\ntrain = "train.json"\n')
-    split = read_split(load_own_task(path)[0], ".", "train")
+    document = json.dumps({"data": [{"paragraphs": [paragraph]}]})
+    split, _ = load(tmp_path, "spans", "a.json", document, texts=["question", "context"],
+                    label="answers")
     assert [example.gold for example in split.examples] == [(), ("in Rome",), (), ()]
     assert "2 of 4 questions have answers that contradict is_impossible" in split.left_out
 
@@ -85,11 +96,8 @@ def test_one_rule_compares_the_answers_of_a_table(tmp_path):
     thai = "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย"
     rows = [{"question": "?", "context": context, "answers": context[:4]}
             for context in (thai, thai, "Anna Maria Lopez ไทย lives here")]
-    write_lines(tmp_path / "train.jsonl", rows)
-    path = tmp_path / "task.toml"
-    path.write_text('name = "qa"\nkind = "spans"\ntexts = ["question", "context"]\n'
-                    'label = "answers"\ntrain = "train.jsonl"\n')
-    split = read_split(load_own_task(path)[0], ".", "train")
+    split, _ = load(tmp_path, "spans", "a.jsonl", jsonl(rows), texts=["question", "context"],
+                    label="answers")
     assert {example.language for example in split.examples} == {"ja"}
     assert 'compared by the rule of language = "ja"' in split.left_out
 
@@ -106,30 +114,21 @@ def test_korean_answers_are_compared_by_characters_as_korquads_script_does():
     assert mean(task, rows(task, [example], ["서울시"])) == 1.0
 
 
-def load(directory, kind: str, table: str, rows: str, **options):
-    (directory / table).write_text(rows)
-    lines = {"name": "mine", "kind": kind, "train": table} | options
-    path = directory / "task.toml"
-    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items()))
-    task, said = load_own_task(path)
-    return read_split(task, ".", "train").examples, said
-
-
 @pytest.mark.parametrize("options, texts, label", [
     ({"names": ["text", "mood"]}, ["text"], "mood"), ({"header": False}, ["1"], "2")])
 def test_a_table_without_a_header_has_the_names_that_it_is_given(tmp_path, options, texts, label):
-    examples, said = load(tmp_path, "classification", "a.csv", "fine,good\nawful,bad\n",
-                          texts=texts, label=label, **options)
-    assert [example.sequences for example in examples] == [(("fine",),), (("awful",),)]
+    split, said = load(tmp_path, "classification", "a.csv", "fine,good\nawful,bad\n",
+                       texts=texts, label=label, **options)
+    assert [example.sequences for example in split.examples] == [(("fine",),), (("awful",),)]
     assert "2 labels: bad (1), good (1)" in said
 
 
 def test_a_column_may_lie_inside_objects(tmp_path):
     rows = [{"doc": {"text": "fine"}, "labels": {"mood": "good"}},
             {"doc": {"text": "awful"}, "labels": {"mood": "bad"}}]
-    examples, _ = load(tmp_path, "classification", "a.jsonl", "".join(
-        json.dumps(row) + "\n" for row in rows), texts=["doc.text"], label="labels.mood")
-    assert [example.sequences[0][0] for example in examples] == ["fine", "awful"]
+    split, _ = load(tmp_path, "classification", "a.jsonl", jsonl(rows),
+                    texts=["doc.text"], label="labels.mood")
+    assert [example.sequences[0][0] for example in split.examples] == ["fine", "awful"]
 
 
 def test_answers_to_choose_from_may_be_fewer_and_have_marks(tmp_path):
@@ -138,15 +137,14 @@ def test_answers_to_choose_from_may_be_fewer_and_have_marks(tmp_path):
              "answerKey": "C"},
             {"question": "b?", "choices": {"text": ["x", "y", "z", "w"],
                                            "label": ["1", "2", "3", "4"]}, "answerKey": "1"}]
-    examples, said = load(tmp_path, "choice", "a.jsonl", "".join(
-        json.dumps(row) + "\n" for row in rows), texts=["question"], choices=["choices"],
-        label="answerKey")
-    assert [len(example.sequences) for example in examples] == [3, 4]
-    assert [example.label for example in examples] == [2, 0] and "4 answers" in said
+    split, said = load(tmp_path, "choice", "a.jsonl", jsonl(rows), texts=["question"],
+                       choices=["choices"], label="answerKey")
+    assert [len(example.sequences) for example in split.examples] == [3, 4]
+    assert [example.label for example in split.examples] == [2, 0] and "4 answers" in said
     columns = "q,a,b,c,right\nfirst,x,y,z,C\nsecond,x,y,,B\n"
-    examples, _ = load(tmp_path, "choice", "b.csv", columns, texts=["q"], choices=["a", "b", "c"],
-                       label="right")
-    assert [len(example.sequences) for example in examples] == [3, 2]
+    split, _ = load(tmp_path, "choice", "b.csv", columns, texts=["q"], choices=["a", "b", "c"],
+                    label="right")
+    assert [len(example.sequences) for example in split.examples] == [3, 2]
 
 
 def test_look_shows_columns_counts_and_rows_as_they_are_read(tmp_path):
@@ -159,8 +157,8 @@ def test_look_shows_columns_counts_and_rows_as_they_are_read(tmp_path):
     assert any("[Annabelle|X] met" in line for line in lines)
     examples = [{"q": "what?", "text": "tall trees", "answers": "trees"},
                 {"q": "who?", "text": "tall trees", "answers": ""}]
-    load(tmp_path, "spans", "qa.jsonl", "".join(json.dumps(row) + "\n" for row in examples),
-         texts=["q", "text"], label="answers")
+    load(tmp_path, "spans", "qa.jsonl", jsonl(examples), texts=["q", "text"],
+         label="answers")
     lines = list(look(load_own_task(tmp_path / "task.toml")[0], "."))
     assert "  - what? || tall [trees]" in lines and "      = no answer" in lines
 
@@ -181,9 +179,9 @@ def test_csv_cells_decide_what_columns_called_tokens_and_tags_hold(tmp_path):
     for form in (str, json.dumps, " ".join, lambda row: str(np.array(row))):
         with open(tmp_path / "a.csv", "w", newline="") as file:
             csv.writer(file).writerows([("tokens", "tags"), *(map(form, row) for row in rows)])
-        examples, said = load(tmp_path, "tags", "a.csv", (tmp_path / "a.csv").read_text(),
-                              texts=["tokens"], label="tags")
-        assert [one.sequences for one in examples] == [(("Anna can't",),), (("In Rome",),)]
+        split, said = load(tmp_path, "tags", "a.csv", (tmp_path / "a.csv").read_text(),
+                           texts=["tokens"], label="tags")
+        assert [one.sequences for one in split.examples] == [(("Anna can't",),), (("In Rome",),)]
         assert "B-LOC (1)" in said and "O (2)" in said
 
 
