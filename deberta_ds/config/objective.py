@@ -1,11 +1,14 @@
 """What is learned, and from which tokens: section [objective] of a run file."""
 
 import math
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from deberta_ds.base import user_code
+from deberta_ds.base.errors import UserError
 from deberta_ds.config.options import STRICT, OneOfOrOwn, option
 
 _Rate = Annotated[float, Field(gt=0, lt=1)]
@@ -70,6 +73,14 @@ class MaskConfig:
 MASK_DEFAULTS = {"rtd": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
                  "rtd_cached": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
                  "mlm": {"max_ngram": 3, "mask_share": 0.8, "random_share": 0.1}}
+
+
+def mask_defaults(kind: str) -> dict:
+    """Return the masks of a kind, of one's own those of its file."""
+    if user_code.is_own(kind):
+        with suppress(UserError):  # said on all ranks together, when the run is checked
+            return getattr(user_code.load("objective.kind", kind), "MASK_DEFAULTS", {})
+    return MASK_DEFAULTS.get(kind, {})
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

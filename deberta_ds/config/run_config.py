@@ -10,17 +10,15 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.base import command_line, user_code
-from deberta_ds.base.errors import UserError
+from deberta_ds.base import command_line
 from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
-from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
+from deberta_ds.config.objective import ObjectiveConfig, mask_defaults
 from deberta_ds.config.options import (
     STRICT,
     ConfigError,
@@ -390,13 +388,9 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
     if not isinstance(objective, dict):  # missing, or what `validate` refuses
         return
     if isinstance(kind := objective.get("kind"), str):
-        masks = MASK_DEFAULTS.get(kind, {})
-        if user_code.is_own(kind):
-            with suppress(UserError):  # said on all ranks together, when the run is checked
-                masks = getattr(user_code.load("objective.kind", kind), "MASK_DEFAULTS", masks)
         mask = objective.setdefault("mask", {})
         if isinstance(mask, dict):  # if not, `validate` says so
-            _merge_under(mask, origins, "objective.mask", masks, f"{kind} recipe")
+            _merge_under(mask, origins, "objective.mask", mask_defaults(kind), f"{kind} recipe")
 
 
 def _merge_under(target: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:

@@ -17,7 +17,7 @@ from deberta_ds.release.read_back import (
     check_tokenizer,
     hidden_state_error,
 )
-from deberta_ds.release.reader import load_backbone, read_release
+from deberta_ds.release.reader import loaded, read_release
 
 _TEXT = "Paris is the [MASK] of France."
 
@@ -30,7 +30,7 @@ def examine_model(source: str) -> Iterator[str]:
 
     path = local_copy(source)
     release = read_release(path)
-    network, model = release.main, load_backbone(path)
+    network, model = release.main, loaded(release)
     size = sum(tensor.numel() for tensor in network.tensors.values())
     yield (f"{source}: {network.config.num_layers} layers of {network.config.hidden_size}, "
            f"{format_count(size)} parameters" + (", and a generator" if release.generator else ""))

@@ -75,6 +75,11 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
     release = read_release(path, tokenizer)
     if for_text and release.tokenizer is None:
         Tokenizer.of_files(release.tokenizer_files, Path(path))  # says what is missing
+    return loaded(release)
+
+
+def loaded(release: Release) -> LoadedModel:
+    """Return a release as a model for use."""
     main = release.main
     decoding = next((one for one in release.networks().values() if one.has_masked_lm), None)
     masked_lm = None
@@ -101,7 +106,9 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     else:
         release = _read_foreign(path)
         table = names.name_table(release.main.config)
-        said = lambda ours: next(iter(names.rename({ours: None}, table)))  # noqa: E731
+
+        def said(ours: str) -> str:
+            return next(iter(names.rename({ours: None}, table)))
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
     rows = {name: network.config.vocab_size for name, network in release.networks().items()}

@@ -157,9 +157,7 @@ def open_pairs(run: RunConfig, tokenizer: Tokenizer) -> tuple[Pairs, list[str]]:
     longest = run.model.max_position
     good = encode_sentences([pair.good for pair in pairs], tokenizer, longest)
     bad = encode_sentences([pair.bad for pair in pairs], tokenizer, longest)
-    encoded = list(zip(good, bad, strict=True))
-    undecided(encoded, tokenizer.unk_id)  # too many are an error before anything is trained
-    return encoded, [pair.paradigm for pair in pairs]
+    return list(zip(good, bad, strict=True)), [pair.paradigm for pair in pairs]
 
 
 @torch.no_grad()
