@@ -33,10 +33,10 @@ from deberta_ds.base.errors import UserError, exit_cleanly, tell
 from deberta_ds.base.files import write_atomic
 from deberta_ds.files.inputs import suffix_of
 from deberta_ds.files.tables import TABLE_KINDS, is_pair, read_each, text_lines
+from deberta_ds.tasks.annotations import PREFIXED
 
 ENTITIES = ("label", "entities", "spans", "annotations")  # columns that tools write them into
 NAMES = ("label", "type", "tag", "entity_group")
-_PREFIXED = re.compile(r"[BIESLUM]-.+")
 _WIKIANN = re.compile(r"([a-z]{2,3}(-[a-z]+)*|simple):[^\t]+\t[^\t]+")
 _LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
 _BRACKET = re.compile(r"(?:\(([^()*]+))?\*?(\)?)")  # CoNLL-2012: (PERSON*, *, *), (GPE)
@@ -240,7 +240,7 @@ def _form(path: str, lines: Iterator[tuple[str, str]], columns: Mapping[str, int
                  itertools.dropwhile(lambda line: line[1].startswith("#"), block)]
         widths.update(map(len, words))
         tags.update(cells[tag] for cells in words if -len(cells) <= tag < len(cells))
-        untagged += sum(cells[0] != "O" and not _PREFIXED.fullmatch(cells[0]) for cells in words)
+        untagged += sum(cells[0] != "O" and not PREFIXED.fullmatch(cells[0]) for cells in words)
         numbers = [cells[0] for cells in words if not _NO_WORD.fullmatch(cells[0])]
         if len(numbers) > 1:
             long += 1
@@ -271,8 +271,8 @@ def _is_comment(line: Line, width: int, form: _Form) -> bool:
         return text.startswith("#")
     if width == 1 or not -width <= form.tag < width or cells[form.tag] in form.tags:
         return False
-    if all(tag == "O" or _PREFIXED.fullmatch(tag) for tag in form.tags):
-        return not _PREFIXED.fullmatch(cells[form.tag])
+    if all(tag == "O" or PREFIXED.fullmatch(tag) for tag in form.tags):
+        return not PREFIXED.fullmatch(cells[form.tag])
     return re.match(r"#+\s", text) is not None
 
 
