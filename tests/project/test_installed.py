@@ -73,7 +73,7 @@ def test_a_recipe_is_found_from_anywhere(installation, tmp_path):
     done = call(installation, tmp_path, program, "--no_such_option")
     assert done.returncode == 2 and "usage: deberta-plan [-h]" in done.stderr
     done = call(installation, tmp_path, program, "--help")
-    assert "    deberta-plan --config launch/runs/v3_base.toml" in done.stdout
+    assert "    deberta-plan --config RUN.toml" in done.stdout
     assert "python launch" not in done.stdout and "as in deberta-pretrain" in done.stdout
     (tmp_path / "corpus").mkdir()  # errors name commands that are there, too
     done = call(installation, tmp_path, "-m", "deberta_ds", "verify", "corpus")
