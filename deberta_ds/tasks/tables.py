@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, looked_in
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
@@ -62,7 +62,7 @@ def each_row(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int 
     elif path.is_dir():
         yield from _race(path)
     elif not path.is_file():
-        raise UserError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file{looked_in(path)}")
     else:
         stamp = stamp_of(os.stat(path))
         try:
