@@ -218,7 +218,7 @@ def _without_language(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, s
 def _blocks(lines: Iterable[tuple[str, str]]) -> Iterator[list[Line]]:
     """Yield the lines between blank ones. A no-break or other wide space is part of a column."""
     for is_word, group in itertools.groupby(lines, lambda line: bool(
-            line[1].strip() and not line[1].startswith("-DOCSTART-"))):
+            line[1].strip() and not line[1].startswith(("-DOCSTART-", "#end document")))):
         stripped = ((place, line.rstrip("\t")) for place, line in group if is_word)
         if block := [(place, line, line.split("\t") if "\t" in line else
                       [cell for cell in line.split(" ") if cell]) for place, line in stripped]:

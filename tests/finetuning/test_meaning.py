@@ -211,7 +211,7 @@ def test_files_of_other_projects_that_were_read_as_something_else(tmp_path):
 
 def test_a_file_that_only_begins_as_conll_2012_names_the_columns(tmp_path):
     path = tmp_path / "a.conll"
-    path.write_text("#begin document x\nAnna B-PER\nist O\n")
+    path.write_text("#begin document x\nAnna B-PER\nist O\n#end document\n")
     with pytest.raises(UserError, match="no word in column 4; name .*: --word 1 --tag -1"):
         list(rows_of(str(path), {}))
     assert next(rows_of(str(path), {"word": 1, "tag": -1}))["tags"] == ["B-PER", "O"]
