@@ -40,6 +40,7 @@ from deberta_ds.files.tables import TABLE_KINDS, read_table, text_lines
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, WORD, BadTextError, normalise
 
 SHORTEST = 8  # words: shorter strings are everywhere
+MANY = 10  # examples
 REPORT = "report.json"
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial that hashes an n-gram
 _BATCH_WORDS = 1 << 16
@@ -50,8 +51,9 @@ _SAMPLES, _SHOWN = 5, 100  # documents shown of each unit, and in all
 @dataclass(frozen=True)
 class Contamination:
     """`examples` {evaluation file: [examples long enough to be searched, examples found, those that
-    are too short]} (version 0.2.0 wrote two numbers), `documents` [searched, found], `samples` of
-    what was found: place, evaluation file, words.
+    are too short, those found by words alone that more than MANY examples have, such as a licence]}
+    (version 0.2.0 wrote two numbers), `documents` [searched, found], `samples` of what was found:
+    place, evaluation file, words.
     """
 
     examples: dict[str, list[int]]
@@ -208,8 +210,9 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
                                 "words": matching})
     pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
     save_found(out, name, pairs[:, 0], pairs[:, 1])
-    examples = set().union(*(grams.examples_met() for grams in tables))
-    return counts | {"found": len(places), "examples": sorted(examples), "samples": samples}
+    examples, own = (sorted(set().union(*(grams.examples_met(most) for grams in tables)))
+                     for most in (1 << 62, MANY))
+    return counts | {"found": len(places), "examples": examples, "own": own, "samples": samples}
 
 
 def _batches(source: Iterable[Document]
@@ -257,12 +260,12 @@ class _Grams:
         self._met.update(index[is_there].tolist())
         return likely[is_there].tolist(), self.owners[index[is_there]].tolist()
 
-    def examples_met(self) -> set[int]:
-        """Return the examples of all n-grams that were found."""
+    def examples_met(self, most: int) -> set[int]:
+        """Return the examples of all n-grams that were found and at most `most` examples have."""
         firsts = np.array(sorted(self._met), np.int64)
         lasts = np.searchsorted(self.hashes, self.hashes[firsts], "right").tolist()
         return {example for first, last in zip(firsts.tolist(), lasts, strict=True)
-                for example in self.owners[first:last].tolist()}
+                if last - first <= most for example in self.owners[first:last].tolist()}
 
 
 def hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str]]:
@@ -276,13 +279,14 @@ def hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str
 @dataclass
 class _Found:
     """What the units have found: documents [searched, found], how many of them are unreadable and
-    why the first is, examples met, samples.
+    why the first is, examples met (by words of their own), samples.
     """
 
     documents: list[int] = field(default_factory=lambda: [0, 0])
     unreadable: int = 0
     problem: str = ""
     examples: set[int] = field(default_factory=set)
+    own: set[int] = field(default_factory=set)
     samples: list[dict] = field(default_factory=list)
 
     def add(self, result: dict) -> None:
@@ -291,15 +295,18 @@ class _Found:
         self.unreadable += result["unreadable"]
         self.problem = self.problem or result["problem"]
         self.examples.update(result["examples"])
+        self.own.update(result.get("own", result["examples"]))  # of version 0.2.0
         self.samples += result["samples"][: _SHOWN - len(self.samples)]
 
 
 def _report(names: list[str], firsts: list[int], searched: list[list[int]], total: _Found
             ) -> Contamination:
-    examples = {name: [count, 0, of - count] for name, (count, of) in zip(
+    examples = {name: [count, 0, of - count, 0] for name, (count, of) in zip(
         names, searched, strict=True)}
     for example in total.examples:
-        examples[names[bisect_right(firsts, example) - 1]][1] += 1
+        counts = examples[names[bisect_right(firsts, example) - 1]]
+        counts[1] += 1
+        counts[3] += example not in total.own
     samples = []
     for sample in total.samples:
         file = bisect_right(firsts, sample["example"]) - 1
