@@ -15,7 +15,7 @@ from deberta_ds.evaluate.fill_mask import Filling, fill_mask, load_masked_lm
 from deberta_ds.model.init import init_parameters
 from deberta_ds.release.reader import LoadedModel
 from deberta_ds.report import charts, tables
-from deberta_ds.report.charts import Chart, Drawing, Series, draw
+from deberta_ds.report.charts import Chart, Series
 from deberta_ds.report.model_card import write_finetuned_card
 from deberta_ds.report.pages import render
 from deberta_ds.report.rundata import (
@@ -187,7 +187,7 @@ class TaskCard:
 
     name: str
     medians: str
-    curves: Drawing | None
+    curves: Chart | None
     seed: int | None
     matrix: tuple[list[str], list[tuple[str, list[tuple[int, int]]]]] | None
     settings: list[tuple[str, str]]
@@ -266,7 +266,7 @@ def _card(name: str, task: TaskScores, runs: list[SeedRun]) -> TaskCard:
                     _curves(name, task, runs), middle.seed, matrix, settings)
 
 
-def _curves(name: str, task: TaskScores, runs: list[SeedRun]) -> Drawing | None:
+def _curves(name: str, task: TaskScores, runs: list[SeedRun]) -> Chart | None:
     """Return the validation score by epoch, one line a seed; None if nothing was evaluated."""
     series = []
     for n, run in enumerate(runs):
@@ -280,5 +280,5 @@ def _curves(name: str, task: TaskScores, runs: list[SeedRun]) -> Drawing | None:
     if task.baseline is not None:
         ends = [(0.0, task.baseline), (last, task.baseline)]
         series.append(Series("majority class", ends, "base", "baseline"))
-    return draw(Chart(f"task-{name}", "Score by epoch", "On the validation set, every seed.",
-                      "share", series, last_x=last, x_name="epoch", legend=True))
+    return Chart(f"task-{name}", "Score by epoch", "On the validation set, every seed.",
+                      "share", series, last_x=last, x_name="epoch", legend=True)

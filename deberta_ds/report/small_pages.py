@@ -25,7 +25,7 @@ from deberta_ds.evaluate.attention_parts import (
     position_similarity,
 )
 from deberta_ds.release.reader import load_backbone
-from deberta_ds.report.charts import Chart, Drawing, Series, draw
+from deberta_ds.report.charts import Chart, Series
 from deberta_ds.report.pages import render
 from deberta_ds.report.tables import Cell, Table
 
@@ -173,9 +173,9 @@ _CHARTS = {
 _MAX_LINES = 8  # colors of the page
 
 
-def _charts(similarities: dict[str, list[Similarity]]) -> list[Drawing]:
+def _charts(similarities: dict[str, list[Similarity]]) -> list[Chart]:
     """Return charts over the size of the distance; the shared table has a line for each sign."""
-    drawings = []
+    charts = []
     for key, tables in similarities.items():
         title, note = _CHARTS[key]
         if key == "table":
@@ -188,9 +188,9 @@ def _charts(similarities: dict[str, list[Similarity]]) -> list[Drawing]:
             f"run{number}", "plain")
                   for number, (name, table, sign) in enumerate(lines)]
         last = float(tables[0].distances[-1])
-        drawings.append(draw(Chart(key, title, note, "", series, last_x=last, x_name="distance",
-                                   legend=True)))
-    return drawings
+        charts.append(Chart(key, title, note, "", series, last_x=last, x_name="distance",
+                            legend=True))
+    return charts
 
 
 def write_picture(path: Path, pieces: list[str], found: list[HeadParts]) -> None:
