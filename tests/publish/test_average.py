@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from export_cases import make_release, random_state, run_config, same_networks
-from launching import ROOT, python
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.objectives.build import build_model
@@ -74,14 +73,6 @@ def test_the_mean_of_exports_is_the_same_function_in_transformers(tmp_path):
     mean = average([tmp_path / f"{place.name}-hf" for place in places])
     assert mean.main.source_table is not None and not changes_beyond_reach(mean)
     assert average([tmp_path / f"{places[0].name}-hf", places[1]]).main.source_table is None
-
-
-def test_a_mean_does_not_take_the_place_of_one_of_its_models(tmp_path):
-    places, releases = write_models(tmp_path, 2)
-    done = python(ROOT / "launch/average.py", "--models", *places, "--out", places[0], "--to",
-                  "ours", check=False)
-    assert done.returncode == 2 and "is what is converted" in done.stderr
-    same_networks(read_release(places[0]), releases[0])
 
 
 def test_one_model_twice_is_that_model(tmp_path):
