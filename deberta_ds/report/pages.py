@@ -12,6 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from deberta_ds.base.numbers import format_duration, format_value
 from deberta_ds.base.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -19,10 +20,16 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @cache
 def template(name: str) -> Template:
-    """Return a file of templates/; a missing value is an error."""
+    """Return a file of templates/; a missing value is an error.
+
+    Filters: VALUE|value(UNIT) and SECONDS|duration as everywhere, SHARE|percent as a place from 0
+    to 100 (only the diagnostic AX-b, a correlation, can score below 0).
+    """
     environment = Environment(loader=FileSystemLoader(TEMPLATES), trim_blocks=True,
                               autoescape=name.endswith(".html"), lstrip_blocks=True,
                               undefined=StrictUndefined)
+    environment.filters |= {"value": format_value, "duration": format_duration,
+                            "percent": lambda share: round(100 * max(0.0, share), 2)}
     return environment.get_template(name)
 
 
