@@ -200,11 +200,19 @@ for (const chart of charts) {
   });
 }
 // Attention: the pair of tokens under the pointer, in all maps of a head at once.
+const POSITIVE = [0x6c, 0x63, 0xf5], NEGATIVE = [0xe0, 0x86, 0x1c], STEPS = 9999; // of a map's integers
 for (const head of document.querySelectorAll('.maps')) {
   const pieces = JSON.parse(head.dataset.pieces), readout = head.querySelector('.readout');
   const maps = [...head.querySelectorAll('.map')].map((map) => ({
     map, mark: map.querySelector('.at'), values: JSON.parse(map.dataset.values) }));
   const size = 100 / pieces.length;
+  for (const { map, values } of maps) {
+    const canvas = map.querySelector('canvas').getContext('2d');
+    const image = canvas.createImageData(pieces.length, pieces.length);
+    values.forEach((value, k) => image.data.set([...(value < 0 ? NEGATIVE : POSITIVE),
+                                                 Math.round(255 * Math.abs(value) / STEPS)], 4 * k));
+    canvas.putImageData(image, 0, 0);
+  }
   for (const { map } of maps) {
     map.addEventListener('pointermove', (event) => {
       const box = map.getBoundingClientRect();
