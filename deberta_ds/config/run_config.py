@@ -265,6 +265,8 @@ class LogConfig:
 
     wandb: str = option("project of Weights & Biases (needs wandb); empty: none", "")
     mlflow: str = option("experiment of MLflow (needs mlflow-skinny); empty: none", "")
+    callbacks: tuple[Annotated[str, OneOfOrOwn()], ...] = option(
+        "functions of one's own; each gets every train and eval record, on the first rank", ())
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
