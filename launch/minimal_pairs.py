@@ -60,7 +60,7 @@ def main() -> None:
     from deberta_ds.cluster.launcher import rank_variables
     from deberta_ds.evaluate import pair_scores
     from deberta_ds.release.reader import checkpoint_of
-    from deberta_ds.report.small_pages import pairs_page
+    from deberta_ds.report.pages import render
     from deberta_ds.training.pairs import read_pairs, sample_pairs
 
     if (rank_variables(os.environ) | os.environ).get("WORLD_SIZE") != "1":  # None: MPI knows it
@@ -83,7 +83,8 @@ def main() -> None:
             path = options.out / "minimal_pairs.json"
             write_atomic(path, json.dumps(result, indent=1) + "\n")
             page = path.with_suffix(".html")
-            write_atomic(page, pairs_page(result, pair_scores.SCORERS, published))
+            write_atomic(page, render("pairs.html", result=result, published=published,
+                                      titles=pair_scores.SCORERS))
             print(f"written: {path}, {page}")
     dist.destroy()
 

@@ -153,6 +153,7 @@ _TAKES = {
     "optim.name": ("groups", "optim"),
     "objective.mask.selection": ("ids", "starts", "lengths", "budget", "rng"),
     "evaluate.metrics": ("total", "per_token"),
+    "log.callbacks": ("record",),
 }
 
 
@@ -164,7 +165,7 @@ def function(key: str, value: str) -> Callable:
 def problems(run: Any) -> list[str]:
     """Return what is wrong with a run's functions; its objective says so by itself."""
     found = []
-    for key, value in _functions(run):
+    for key, value in (*_functions(run), *(("log.callbacks", one) for one in run.log.callbacks)):
         try:
             function(key, value)
         except UserError as error:
