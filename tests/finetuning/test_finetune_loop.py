@@ -55,7 +55,7 @@ def test_lower_layers_learn_slower(process_group, tmp_path):
     assert moved("backbone.trunk.input.norm.weight") == pytest.approx(0.125, rel=0.15)
 
 
-SHARED = ("--tasks", "RTE", "ReCoRD", "CB", *QUICK,
+SHARED = ("--tasks", "RTE", "ReCoRD", "CB", *QUICK, "--all.epochs=1", "--all.train_rows=12",
           "--CB.sift_weight=1.0", "--CB.sift_noise=0.0", "--CB.sift_step=0.1")
 
 
@@ -70,8 +70,7 @@ def alone(tmp_path_factory) -> Path:
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stage", "extra"), [
-    (2, 3, "--all.micro_batch_size=1"), (2, 2, "--all.evals_per_epoch=1"),
-    (3, 1, "--all.eval_batch_size=2")])
+    (2, 3, "--all.micro_batch_size=1"), (3, 1, "--all.eval_batch_size=2")])
 def test_any_world_and_zero_stage_trains_and_predicts_alike(ranks, stage, extra, alone, tmp_path):
     """ReCoRD's two validation queries leave ranks without a batch, and CB trains adversarially,
     whose inner gradient must leave the partitions alone. Nothing is doubled, nothing is lost."""
