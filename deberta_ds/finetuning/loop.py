@@ -35,7 +35,6 @@ from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import build_engine, gathered, set_learning_rate
 from deberta_ds.engine.optim import learning_rate
-from deberta_ds.engine.state import check_restorable
 from deberta_ds.finetuning.answers import best_threshold
 from deberta_ds.finetuning.directory import MODEL, RESUME, is_finetuned, save_finetuned
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
@@ -116,7 +115,7 @@ def train(job: Job) -> dict[str, Any]:
 def restore(job: Job, engine) -> Progress:
     """Put the newest whole checkpoint into the engine, if there is one; call on every rank."""
     found = find.find(job.out / RESUME, "auto")
-    for line in found.warnings():
+    for line in found.warnings:
         job.say(f"  {line}")
     if found.path is None:
         dist.on_main(lambda: shutil.rmtree(job.out / MODEL, ignore_errors=True))
@@ -305,7 +304,6 @@ def build(job: Job, optim: OptimConfig):
         job.deepspeed, rows=micro_rows * accumulation * dist.world_size(),
         micro_rows=micro_rows, accumulation=accumulation, clip_norm=settings.clip_norm)
     engine = build_engine(model, optim, values)
-    check_restorable(engine)
     engine.train()
     return engine
 
