@@ -19,7 +19,6 @@ from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import build_engine, gathered, set_learning_rate
 from deberta_ds.engine.optim import learning_rate
-from deberta_ds.engine.state import check_restorable
 from deberta_ds.finetuning.answers import best_threshold
 from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
@@ -180,7 +179,6 @@ def build(job: Job, optim: OptimConfig):
         job.deepspeed, rows=micro_rows * accumulation * dist.world_size(),
         micro_rows=micro_rows, accumulation=accumulation, clip_norm=settings.clip_norm)
     engine = build_engine(model, optim, values)
-    check_restorable(engine)
     engine.train()
     return engine
 

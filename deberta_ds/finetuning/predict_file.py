@@ -24,6 +24,7 @@ from scipy.special import expit, softmax
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
+from deberta_ds.cluster.dist import check_alike
 from deberta_ds.finetuning.answers import MARGIN, answer_place
 from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.features import Feature, count_unknown, encode
@@ -42,7 +43,6 @@ from deberta_ds.tasks.submission import as_written
 from deberta_ds.tasks.tables import Faults, each_row
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import unknown_pieces
-from deberta_ds.training.join import check_alike
 
 BLOCK_ROWS = 4096
 Row = tuple[str, dict[str, Any] | UserError]

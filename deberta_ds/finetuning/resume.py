@@ -113,7 +113,7 @@ class Checkpoints:
     def restore(self) -> Progress:
         """Put the newest whole checkpoint into the engine, if there is one; call on every rank."""
         found = find.find(self._out, "auto")
-        for line in found.warnings():
+        for line in found.warnings:
             self._job.say(f"  {line}")
         if found.path is None:
             if dist.is_main():

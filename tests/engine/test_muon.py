@@ -20,7 +20,7 @@ from deberta_ds.engine.muon import Matrix, Muon, orthogonal
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.engine.state import MASTER
 from deberta_ds.planner.plan import make_plan
-from deberta_ds.training.join import check_run
+from deberta_ds.training.start import check_run
 
 STEPS, DECAY = 6, 0.1
 

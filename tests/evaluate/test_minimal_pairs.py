@@ -27,7 +27,7 @@ from deberta_ds.release import tokenizer_files
 from deberta_ds.release.native import write_ours
 from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.release.tokenizer_files import exported_word_ids, write_tokenizer_files
-from deberta_ds.report.small_pages import pairs_page
+from deberta_ds.report.pages import render
 from deberta_ds.tokenizer import piece_starts_word
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tracking.records import read_metrics
@@ -348,7 +348,8 @@ def test_the_page_shows_every_score_and_escapes_names():
     scored = pair_scores.score_pairs(discriminator(), pairs)
     result = pair_scores.describe(scored, pairs, "<script>alert(1)</script>", "own")
     assert "intervals are too narrow" in pair_scores.table(result, {})  # of few pairs
-    page = pairs_page(result, pair_scores.SCORERS, {"GPT-2": {"overall": 0.83, "<b>&": 0.9}})
+    page = render("pairs.html", result=result, titles=pair_scores.SCORERS,
+                  published={"GPT-2": {"overall": 0.83, "<b>&": 0.9}})
     assert "<script>alert" not in page and "&lt;b&gt;&amp;" in page and "GPT-2: 83.0" in page
     for scores in result["scorers"].values():
         assert f"{100 * scores['accuracy']:.1f}" in page

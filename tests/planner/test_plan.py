@@ -182,9 +182,6 @@ def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
     assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each host's memory" in line
     assert "not in the times" in line and offloaded([replace(choices[0], memory=replace(
         choices[0].memory, offloaded=0))], 4) == []
-    best = recommended(choices)
-    text = "\n".join(advise(run, ds, choices, best, parameters, gpu=GPUS["h100"], ranks=4))
-    assert ("no other stage" in text) == (stages == {3})
 
 
 @pytest.mark.parametrize("stage, micro_batches, elements", [
@@ -262,12 +259,10 @@ def test_advice_gives_its_reasons(run_file):
     choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=8, nodes=32, mfu=0.5)
     parameters = count_parameters(on_meta(build_model, run))
     best = recommended(choices)
-    text = "\n".join(advise(run, ds, choices, best, parameters, gpu=GPUS["h100"], ranks=256))
-    for part in (f"ZeRO-{best.stage}: a step takes up to", "no activation checkpointing",
-                 "one in 195 h", "micro_batch_size = 8 would", "reduce_bucket_size",
+    text = "\n".join(advise(run, ds, best, parameters, gpu=GPUS["h100"], ranks=256))
+    for part in ("one in 195 h", "micro_batch_size = 8 would", "reduce_bucket_size",
                  "communication_data_type"):
         assert part in text, part
-    assert "does not fit" not in text
 
 
 @pytest.mark.parametrize("rows, micro, ranks, hint", [

@@ -13,7 +13,7 @@ from rank_helpers import PRETRAIN, start, wait
 
 from deberta_ds.config import run_config
 from deberta_ds.tracking.records import read_metrics
-from deberta_ds.training import join
+from deberta_ds.training import start as starting
 
 pytestmark = [pytest.mark.multi]
 CHECK_NAN = ROOT / "tests/workers/check_nan.py"
@@ -105,18 +105,16 @@ def test_kernels_are_named_by_check_at_the_start_and_in_the_runs_config(tmp_path
 
 
 def test_tf32_is_for_gpus_alone_and_only_on_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(join, "check_deepspeed", lambda *_: [])
-    monkeypatch.setattr(join, "agreed_kernels", lambda choose: None)
-    monkeypatch.setattr(join, "join", lambda asked: None)
-    monkeypatch.setattr(join, "kernel_choices", lambda *_: None)
-    monkeypatch.setattr(join.engine, "prepare_rank", lambda: None)
-    monkeypatch.setattr(join.cpu, "use_onednn", lambda: None)
+    monkeypatch.setattr(starting.engine, "check_machine", lambda *_: [])
+    monkeypatch.setattr(starting, "agreed_kernels", lambda choose: None)
+    monkeypatch.setattr(starting, "join", lambda asked: None)
+    monkeypatch.setattr(starting.cpu, "use_onednn", lambda: None)
     run_file, found = str(make_run(tmp_path)), []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
     for device in ("cpu", "cuda"):
-        monkeypatch.setattr(join, "local_device", partial(torch.device, device))
+        monkeypatch.setattr(starting, "local_device", partial(torch.device, device))
         for given in ("false", "true"):
             run, _ = run_config.load(run_file, [f"--train.tf32={given}"])
-            join.join_group(run, {}, "run.toml")
+            starting.join_group(run, {}, "run.toml")
             found.append(f"{device} {given}")
     assert found == ["cpu false", "cpu true", "cuda false", "high", "cuda true"]
