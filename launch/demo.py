@@ -183,7 +183,7 @@ def prepare_data(demo: Demo, size: Size) -> None:
     demo.note("token shards", "packed into sequences of 128", f"{format_count(tokens)} tokens",
               seconds)
     demo.run("python", "data_prep/show.py", corpus / "train", "--tokenizer", model, "--seq_len",
-             "128", "--rows", "2")
+             "128", "--sequences", "2")
 
 
 def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, overrides: list[str]) -> None:
