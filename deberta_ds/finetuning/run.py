@@ -43,7 +43,7 @@ from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.submission import render
 from deberta_ds.tasks.tables import longer
 from deberta_ds.tasks.task import Task, diagnostics_of
-from deberta_ds.tokenizer import unknown_pieces
+from deberta_ds.tokenizer import unknown_tokens
 
 
 def run(job: Job) -> dict:
@@ -223,7 +223,7 @@ def _check_split(job: Job, split: Split) -> int:
     if cut or windowed:
         job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
                 f"{job.settings.max_length} tokens, {windowed} read in windows")
-    if lost := unknown_pieces(*count_unknown(features, job.start.tokenizer)):
+    if lost := unknown_tokens(*count_unknown(features, job.start.tokenizer)):
         job.say(f"  {split.source}: {lost}; {job.start.name} was not trained on text like this")
     if special := count_special(split.examples, job.start.tokenizer):
         job.say(f"  {split.source}: {special} of {len(features)} examples have a special token, "
