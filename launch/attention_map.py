@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--png", action="store_true", help="also write FILE as .png")
     options = parser.parse_args()
 
-    from deberta_ds.report.small_pages import write_attention
+    from deberta_ds.report.attention_page import write_attention
 
     for path in write_attention(options.model, options.text, options.layers, options.heads,
                                 options.out, png=options.png,

@@ -41,7 +41,7 @@ def main() -> None:
             options.models):
         parser.error("--models names a model twice")
     models = options.models or last_checkpoints(options.run, options.last or 3)
-    check_out(options.out, *models)
+    check_out(options.out)
     source = "mean of " + ", ".join(map(str, models))
     summary = write_release(average(models), source, Path(options.out), options.to)
     for line in (*summary.notes, *summary.findings()):

@@ -98,8 +98,7 @@ def main() -> None:
     print("\n".join(table(choices)))
     print(f"recommended: ZeRO-{best.stage}, activation checkpointing {best.checkpointing}" if best
           else "nothing fits: use more GPUs, a smaller train.micro_batch_size, or offload")
-    for line in advise(run, ds, choices, best, parameters, gpu=gpu,
-                       ranks=ranks) if best else []:
+    for line in advise(run, ds, best, parameters, gpu=gpu, ranks=ranks) if best else []:
         print(fill(f"  {line}", columns() - 1, hanging=4))
 
 

@@ -60,7 +60,8 @@ def held(out_dir: str | Path) -> Iterator[None]:
 
     UserError on every rank if another job has it, or a host does not see the directory.
     """
-    mine = dist.broadcast_object(this_process())
+    own = this_process()
+    mine = dist.from_main(lambda: own)
     path = Path(out_dir) / NAME
     dist.on_main(lambda: take(path, mine))
     ended = threading.Event()

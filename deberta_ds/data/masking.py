@@ -23,8 +23,8 @@ from functools import cache
 
 import numpy as np
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.config import user_functions
 from deberta_ds.config.objective import MaskConfig
 
 IGNORE = -100
@@ -119,7 +119,7 @@ def _choose_by(selection: str, ids: np.ndarray, starts: np.ndarray, lengths: np.
     """Return the words that a function of one's own chooses, in order, each once."""
     if not len(starts):
         return starts
-    choose = user_functions.function("objective.mask.selection", selection)
+    choose = user_code.function("objective.mask.selection", selection)
     words = np.unique(choose(ids, starts, lengths, budget, rng))
     if not len(words) or words.dtype.kind not in "iu" or words[0] < 0 or words[-1] >= len(starts):
         raise UserError(f"objective.mask.selection: {selection} returned {words!r:.80} for a "

@@ -124,13 +124,13 @@ class RowDataset:
         return self._build(pieces, g, self.locate(g), rate, self.draw(g))
 
     def draw(self, g: int) -> int:
-        """Return which stored draw row g takes: by its epoch, or by its place in the run."""
+        """Return which stored sample row g takes: by its epoch, or by its place in the run."""
         source, epoch, _ = self._place(g)
         replaced = self._replaced[source]
         if not replaced:
             return 0
         draws = len(replaced.manifest.temperatures)
-        if self._draws_by == "course":
+        if self._draws_by == "run":
             return min(draws - 1, g * draws // max(1, self._rows_of_run))
         return epoch % draws
 
@@ -206,6 +206,7 @@ def eval_sequences(path: str, tokenizer, *, eval_seed: int, num_rows: int | None
         raise UserError(
             f"{path}: {num_rows} evaluation sequences asked for, but it has {available} of "
             f"{dataset.seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
-            "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)")
+            "evaluate.py --sequences), or hold out more documents (tokenize_corpus.py "
+            "--heldout_share)")
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
     return [dataset.natural_row(row) for row in rows]

@@ -1,4 +1,4 @@
-"""What a fine-tuning reads (base/inputs.py), opened once for all seeds of a task; one run of it.
+"""What a fine-tuning reads, opened once for all seeds of a task; one run of it.
 
 The model with its tokenizer, and DeepSpeed's JSON, are the same for all tasks (options.py). Tables,
 and a fine-tuned model to start from, are a task's own. Their identity is what ranks compare, what
@@ -26,8 +26,8 @@ import torch
 import xxhash
 
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.base.inputs import Input, identity_of
 from deberta_ds.cluster import dist
+from deberta_ds.cluster.dist import check_alike
 from deberta_ds.cluster.process import machine
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
@@ -42,7 +42,7 @@ from deberta_ds.tasks.settings import Settings, resolve
 from deberta_ds.tasks.tables import Faults
 from deberta_ds.tasks.task import TASK_NAMES, TEST, Task, diagnostics_of
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.join import check_alike
+from deberta_ds.training.inputs import Input
 
 _BLOCK_ROWS = 4096
 _SAY_SECONDS = 10.0  # between two lines on the progress of encoding
@@ -130,7 +130,8 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """Return what a run on disk must agree in, to stand for this one."""
         return {"task": self.task.name, "seed": self.seed, "settings": to_dict(self.settings),
-                "start": self.start.name, "init_from": self.init_from, **identity_of(self.inputs)}
+                "start": self.start.name, "init_from": self.init_from,
+                **{name: one for each in self.inputs for name, one in each.identity.items()}}
 
 
 @dataclass(frozen=True)

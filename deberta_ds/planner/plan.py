@@ -21,7 +21,7 @@ from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import Gpu
-from deberta_ds.engine.passes import are_summed, is_graph
+from deberta_ds.engine.passes import are_summed, obstacle
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model, objective_of
@@ -191,7 +191,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
                 continue  # pretrain would refuse it
             summed = are_summed(staged, accumulation > 1)
             if not gpu.is_cpu:
-                summed |= is_graph(run, staged, "cuda")
+                summed |= not obstacle(run, staged, "cuda")
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1, summed)
             # Full recomputation repeats the forward pass: a third of forward + backward.
             row_seconds = compute_row * {"none": 1.0, "selective": 1.05, "full": 4 / 3}[name]
@@ -219,18 +219,26 @@ def recommended(choices: list[Choice]) -> Choice | None:
     return min(about, key=lambda c: (c.stage, c.days), default=None)
 
 
-def advise(run: RunConfig, ds: dict, choices: list[Choice], best: Choice, parameters: int, *,
-           gpu: Gpu, ranks: int) -> list[str]:
-    """Return what to set for `best` on this cluster, and the reasons."""
-    lines = [_stage(choices, best), _checkpointing(choices, best, gpu),
-             *_micro_batch(run, best, ranks, gpu)]
+def advise(run: RunConfig, ds: dict, best: Choice, parameters: int, *, gpu: Gpu, ranks: int
+           ) -> list[str]:
+    """Return what else to set for `best` on this cluster, and what to expect of failures."""
+    lines = []
+    if larger := _larger_micro_batch(run, best, ranks, gpu):
+        each = run.train.global_batch_size // ranks
+        lines.append(f"train.micro_batch_size = {larger} would fit too: micro-batches a step "
+                     f"{each // larger} instead of {each // run.train.micro_batch_size}")
     if ranks >= _MANY_RANKS:
         lines.append(f"reduce_bucket_size = {_MANY_RANKS_BUCKET:,} to {BUCKET:,}: "
                      f"{ranks:,} ranks make each message of a ring that much smaller")
         if ds_config.precision(ds) == "bf16" and "communication_data_type" not in ds:
             lines.append('communication_data_type = "fp32": sums of so many ranks in bf16 are '
                          "biased (it doubles what the gradients send)")
-    return [*lines, _failures(parameters, ranks)]
+    pause = goodput.pause_of_copy(parameters, ranks)
+    interval = goodput.save_interval(ranks, pause)
+    share = max(0.0, 1.0 - goodput.lost_share(ranks, pause, interval))
+    return [*lines, f"failures: one in {goodput.seconds_between_failures(ranks) / 3600:,.0f} h at "
+            f"Llama 3's rate; train.save_minutes = \"auto\" begins with {interval / 60:.0f} (a "
+            f"copy of {pause:.2f} s); {share:.1%} of the time goes into steps"]
 
 
 def offloaded(choices: list[Choice], gpus: int) -> list[str]:
@@ -240,44 +248,12 @@ def offloaded(choices: list[Choice], gpus: int) -> list[str]:
             "says nvme); the CPU's Adam and the transfers are not in the times"] if most else []
 
 
-def _failures(parameters: int, ranks: int) -> str:
-    """Return what to expect of a run that saves in the background, at the best interval."""
-    pause = goodput.pause_of_copy(parameters, ranks)
-    interval = goodput.save_interval(ranks, pause)
-    share = max(0.0, 1.0 - goodput.lost_share(ranks, pause, interval))
-    return (f"failures: one in {goodput.seconds_between_failures(ranks) / 3600:,.0f} h at Llama "
-            f"3's rate; train.save_minutes = \"auto\" begins with {interval / 60:.0f} (a copy of "
-            f"{pause:.2f} s); {share:.1%} of the time goes into steps")
-
-
-def _stage(choices: list[Choice], best: Choice) -> str:
-    others = [
-        f"ZeRO-{other.stage} {other.step_seconds:.3f} s" + ("" if other.fits else " (does not fit)")
-        for other in choices if other.checkpointing == best.checkpointing and other is not best]
-    others = others or ["no other stage goes with the rest of the DeepSpeed JSON"]
-    return f"ZeRO-{best.stage}: a step takes up to {best.step_seconds:.3f} s; {', '.join(others)}"
-
-
-def _checkpointing(choices: list[Choice], best: Choice, gpu: Gpu) -> str:
-    limit = (gpu.memory - RESERVED_BYTES) / 1e9
-    need = f"{best.memory.peak / 1e9:.1f} of {limit:.0f} GB"
-    if best.checkpointing == "none":
-        return f"no activation checkpointing: {need}"
-    none = next(c for c in choices if c.stage == best.stage and c.checkpointing == "none")
-    return (
-        f'train.activation_checkpointing = "{best.checkpointing}": {need}; without it '
-        f"{none.memory.peak / 1e9:.1f} GB {'fit, but are slower' if none.fits else 'do not fit'}")
-
-
-def _micro_batch(run: RunConfig, best: Choice, ranks: int, gpu: Gpu) -> list[str]:
-    """Return a larger micro-batch that divides and fits; activations grow with its rows."""
-    now, rows = run.train.micro_batch_size, run.train.global_batch_size // ranks
-    memory = best.memory
-
-    def fits(micro: int) -> bool:
-        work = memory.work * micro / now
-        return memory.held + max(work, memory.update) + RESERVED_BYTES < gpu.memory
-
-    larger = [micro for micro in range(now + 1, rows + 1) if rows % micro == 0 and fits(micro)]
-    return [f"train.micro_batch_size = {larger[-1]} would fit too: micro-batches a step "
-            f"{rows // larger[-1]} instead of {rows // now}"] if larger else []
+def _larger_micro_batch(run: RunConfig, best: Choice, ranks: int, gpu: Gpu) -> int:
+    """Return the largest micro-batch that divides and fits, 0 without a larger one; activations
+    grow with its sequences.
+    """
+    now, memory = run.train.micro_batch_size, best.memory
+    each = run.train.global_batch_size // ranks
+    room = gpu.memory - RESERVED_BYTES - memory.held
+    return max((micro for micro in range(now + 1, each + 1) if each % micro == 0
+                and max(memory.work * micro / now, memory.update) < room), default=0)

@@ -8,12 +8,11 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint.find import DIRECTORY, list_finished
 from deberta_ds.config.model import FREE, without_unused
-from deberta_ds.release.networks import Network, Release, derive_words
+from deberta_ds.release.networks import Release, derive_words
 from deberta_ds.release.reader import read_release
 
 
@@ -39,6 +38,7 @@ def average(models: list[str | Path]) -> Release:
     digests = {f"{models[0]}: {name}": digest for name, digest in first.identity.items()}
     sums = {name: {key: tensor.double() for key, tensor in network.tensors.items()}
             for name, network in first.networks().items()}
+    form = _form(first)
     tables = {name: network.source_table for name, network in first.networks().items()}
     for network in first.networks().values():
         network.tensors = {}
@@ -49,7 +49,11 @@ def average(models: list[str | Path]) -> Release:
         if own and first.tokenizer and own.sha256 != first.tokenizer.sha256:
             raise UserError(f"{place}: has another tokenizer than {models[0]}; only models of one "
                             "tokenizer can be averaged")
-        _check_like(other, first, sums, place, models[0])
+        found = _form(other)
+        for key in sorted(form | found):
+            if form.get(key) != found.get(key):
+                raise UserError(f"{place}: its {key} is not as in {models[0]}; only models of one "
+                                "shape can be averaged")
         if own:  # the newest has its files longest: a run deletes its oldest checkpoint
             first.tokenizer, first.tokenizer_files = own, other.tokenizer_files
         for name, network in other.networks().items():
@@ -67,27 +71,12 @@ def average(models: list[str | Path]) -> Release:
     return first
 
 
-def _check_like(release: Release, first: Release, sums: dict[str, dict[str, Tensor]],
-                place: str | Path, first_place: str | Path) -> None:
-    """Raise UserError unless a release computes what the first does, with other weights."""
-    found = {name: {key: tensor.shape for key, tensor in network.tensors.items()}
-             for name, network in release.networks().items()}
-    expected = {name: {key: total.shape for key, total in of_network.items()}
-                for name, of_network in sums.items()}
-    for name in expected | found:
-        mine, theirs = found.get(name, {}), expected.get(name, {})
-        differing = [key for key in sorted(mine | theirs) if mine.get(key) != theirs.get(key)]
-        if not differing:
-            one, other = release.networks()[name], first.networks()[name]
-            mine, theirs = _what_counts(one), _what_counts(other)
-            differing = [key for key in theirs if mine[key] != theirs[key]]
-        if differing:
-            raise UserError(f"{place}: {differing[0]} of its {name} network is not as in "
-                            f"{first_place}; only models of one shape can be averaged")
-
-
-def _what_counts(network: Network) -> dict:
-    """Return what a network computes with next to its tensors."""
-    values = dataclasses.asdict(without_unused(network.config))
-    return {key: value for key, value in values.items() if key not in FREE} | {
-        "label2id": network.rest.get("label2id")}
+def _form(release: Release) -> dict[str, object]:
+    """Return what a model computes with next to the values of its weights."""
+    form: dict[str, object] = {}
+    for name, network in release.networks().items():
+        values = dataclasses.asdict(without_unused(network.config))
+        form |= {f"{name} {key}": value for key, value in values.items() if key not in FREE}
+        form |= {f"{name} {key}": tensor.shape for key, tensor in network.tensors.items()}
+        form[f"{name} label2id"] = network.rest.get("label2id")
+    return form

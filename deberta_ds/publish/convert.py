@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError, listed
-from deberta_ds.base.files import write_atomic, xxh3
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
 from deberta_ds.base.version import __version__
 from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.publish.onnx_files import require_onnx, write_onnx
@@ -26,8 +25,7 @@ from deberta_ds.release.relative_rows import with_a_row_a_distance
 from deberta_ds.release.tensors import PICKLE, write_bin
 from deberta_ds.release.tokenizer_files import copy_tokenizer_files, open_tokenizer, pad_id_of
 
-_EDITED_BYTES = 1 << 20
-RECORD = "conversion.json"  # marks a directory as ours to replace, and says where it came from
+RECORD = "conversion.json"  # what a directory was written from, and how
 FILES = {"main": (PICKLE, "model_config.json"),  # microsoft's names on the Hub
          "generator": ("pytorch_model.generator.bin", "generator_config.json")}
 
@@ -61,7 +59,7 @@ def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Pa
     """
     if onnx:
         require_onnx()  # before anything is read
-    check_out(out, source)
+    check_out(out)
     release = read_release(source, tokenizer)
     if precision:
         release.store_in(precision)
@@ -70,15 +68,13 @@ def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Pa
 
 def write_release(release: Release, source: str | Path, out: Path, to: str, onnx: str | None = None,
                   finish: Finish | None = None) -> Summary:
-    """Write a release to directory `out`; `source` is what conversion.json says it comes from.
+    """Write a release to the new directory `out`; `source` is what conversion.json says of it.
 
-    The new directory is written next to `out`, checked, and only then moved there. UserError if
-    a check fails.
+    It is written next to `out`, checked, and only then moved there. UserError if a check fails.
     """
     if out.is_symlink():
         out = out.resolve()
     _clean_up_after_killed(out)
-    before = _state(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     described = [f"read: {name}: {_shape(network)}" for name, network in release.networks().items()]
     changes = read_back.changes_beyond_reach(release)
@@ -97,15 +93,8 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
         if finish:
             finish(fresh, Summary(tuple(notes), tuple(checks), (*changes, *warnings),
                                   release.place))
-        seal(fresh)
-        if _state(out) != before:
-            raise UserError(f"{out}: something else has been written there meanwhile; run this "
-                            "again, or name another directory")
         check_out(out)  # it took minutes
-        if before:
-            notes.append(f"replaced: what {out} held, converted from "
-                         f"{read_json(out / RECORD).get('source', 'another model')}")
-        _replace(fresh, out)
+        os.replace(fresh, out)
     except UserError as error:
         raise UserError(str(error).replace(str(fresh), str(out))) from error
     except OSError as error:
@@ -117,75 +106,28 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     return Summary(tuple(notes), tuple(checks), (*changes, *warnings))
 
 
-def check_out(out: str | Path, *sources: str | Path) -> None:
-    """Raise UserError if replacing directory `out` would lose anything but a conversion."""
+def check_out(out: str | Path) -> None:
+    """Raise UserError unless `out` can be made as a new directory; nothing is ever replaced."""
     if "://" in str(out):
         raise UserError(f"{out}: is a URL; name a local directory")
     out = Path(out)
-    if any(Path(source).resolve().is_relative_to(out.resolve()) for source in sources):
-        raise UserError(f"{out}: is what is converted, or around it; name another directory")
-    if Path.cwd().is_relative_to(out.resolve()):
-        raise UserError(f"{out}: is the working directory, or around it; name a new directory")
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a directory to write")
-    if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():
-        raise UserError(f"{out}: is not empty and was not written by this command (no {RECORD}); "
-                        "name another directory")
-    if (out / RECORD).is_file():
-        known = read_json(out / RECORD).get("files")
-        known = known if isinstance(known, dict) else {}
-        if changed := [name for name, state in _files(out).items() if known.get(name) != state]:
-            raise UserError(f"{out}: {listed(changed)} was changed or put there after the "
-                            "conversion that it holds; name another directory, or move it away")
-
-
-def seal(out: Path) -> None:
-    """Note in conversion.json what the directory holds, so that nothing else is replaced."""
-    record = read_json(out / RECORD)
-    write_atomic(out / RECORD, json.dumps(record | {"files": _files(out)}, indent=1) + "\n")
-
-
-def _files(out: Path) -> dict[str, str]:
-    """Return {file: its size, and a hash of a small one, which people edit}."""
-    found = {}
-    for path in sorted(out.rglob("*")):
-        if path.is_file() and path != out / RECORD and path.name != ".DS_Store":
-            size = path.stat().st_size
-            found[str(path.relative_to(out))] = f"{size} bytes" + (
-                f", xxh3 {xxh3(path)}" if size < _EDITED_BYTES else "")
-    return found
-
-
-def _state(out: Path) -> tuple[int, int] | None:
-    record = out / RECORD
-    return (record.stat().st_ino, record.stat().st_mtime_ns) if record.is_file() else None
+    if out.resolve() == Path.cwd() or out.is_dir() and any(out.iterdir()):
+        raise UserError(f"{out}: is not empty, or is the working directory; name a new directory, "
+                        "or delete this one first")
 
 
 def _clean_up_after_killed(out: Path) -> None:
     """Delete what conversions to `out` that were killed have left next to it.
 
-    One that was killed between the two renames of `_replace` has moved the older conversion aside:
-    that is put back first. The number in a name is the writer's process id: a living one is at
-    work (or something else that happens to have its number, which costs a cleaning).
+    The number in a name is the writer's process id: a living one is at work (or something else that
+    happens to have its number, which costs a cleaning).
     """
-    for path in sorted(out.parent.glob(f".{glob.escape(out.name)}.*")):
-        number, _, kind = path.name.removeprefix(f".{out.name}.").partition(".")
-        if not number.isdigit() or kind not in ("tmp", "old"):
-            continue
-        if int(number) != os.getpid() and psutil.pid_exists(int(number)):
-            continue
-        if kind == "old" and not out.exists():
-            os.replace(path, out)
-        else:
+    for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+        number = path.name.removeprefix(f".{out.name}.").removesuffix(".tmp")
+        if number.isdigit() and (int(number) == os.getpid() or not psutil.pid_exists(int(number))):
             shutil.rmtree(path)
-
-
-def _replace(fresh: Path, out: Path) -> None:
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    if out.exists():
-        os.replace(out, old)
-    os.replace(fresh, out)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _with_readable_tables(release: Release) -> Release:

@@ -20,7 +20,7 @@ from deberta_ds.base.errors import UserError, of_extra
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.encoder import DecoderQueries
 from deberta_ds.publish.hf import GENERATOR_DIRECTORY, head_class
-from deberta_ds.release import networks
+from deberta_ds.release import networks, read_back
 from deberta_ds.release.networks import Network, Release
 
 TOLERANCE = 1e-4  # of the largest output, or of 1: two orders of summation in fp32
@@ -120,24 +120,18 @@ def _no_advice(record: logging.LogRecord) -> bool:
 
 
 def sample_batches(config: ModelConfig, head: str) -> list[tuple[Tensor, Tensor]]:
-    """Return ids and masks of three lengths: a few tokens, a padded batch, one beyond the table.
+    """Return ids and masks: a padded batch, its first tokens, and one row beyond the table.
 
-    The last has no more tokens than there are absolute positions, where the network reads some.
+    None has more tokens than there are absolute positions, where the network reads some.
     """
-    bounded = config.absolute_input or head == "ForMaskedLM"
-    longest = config.largest_distance + config.largest_distance // 2
-    lengths = (min(5, config.max_position), min(64, config.max_position),
-               min(longest, config.max_position) if bounded else longest)
-    generator = torch.Generator().manual_seed(0)
-    batches = []
-    for rows, length in zip((2, 4, 2), lengths, strict=True):
-        ids_BL = torch.randint(4, config.vocab_size, (rows, length), generator=generator)
-        mask_BL = torch.ones_like(ids_BL)
-        for row in range(1, rows):
-            mask_BL[row, max(1, length * row // rows):] = 0
-        batches.append((ids_BL * mask_BL, mask_BL))
+    batches = read_back.sample_batches(config)
+    batches = [(ids_BL[:, :5], mask_BL[:, :5]) for ids_BL, mask_BL in batches[:1]] + batches
+    if config.absolute_input or head == "ForMaskedLM":
+        most = config.max_position
+        batches = [(ids_BL[:, :most], mask_BL[:, :most]) for ids_BL, mask_BL in batches]
     if head == "ForMultipleChoice":
-        batches = [(ids.unflatten(0, (-1, 2)), mask.unflatten(0, (-1, 2))) for ids, mask in batches]
+        batches = [(torch.stack([ids, ids.flip(0)], 1), torch.stack([mask, mask.flip(0)], 1))
+                   for ids, mask in batches]
     return batches
 
 

@@ -281,7 +281,7 @@ def _read_network(weights: Path, values: dict, place: str, notes: list[str]) -> 
     is_v1 = any(name.endswith(names.V1_ONLY) for name in tensors)
     config, rest = configs.from_theirs(values, place, key_bias=not is_v1)
     if is_v1:
-        tensors = _unpack_v1(tensors, config, weights)
+        tensors = names.unpack_v1(tensors, config)
     elif values.get("model_type") != configs.V2 and configs.is_v1_shape(config):
         tensors, key_bias = _without_zero_key_biases(tensors, notes)
         config, rest = configs.from_theirs(values, place, key_bias=key_bias)
@@ -317,15 +317,6 @@ def _drop_copies(tensors: dict[str, Tensor], place: Path, notes: list[str]) -> d
         del kept[copy]
         notes.append(f"dropped: {copy}, a copy of {original}")
     return kept
-
-
-def _unpack_v1(tensors: dict[str, Tensor], config, place: Path) -> dict[str, Tensor]:
-    for name, tensor in tensors.items():
-        wanted = (3 * config.hidden_size, config.hidden_size)
-        if name.endswith(names.V1_ONLY) and tuple(tensor.shape) != wanted:
-            raise UserError(f"{place}: {name} has shape {tuple(tensor.shape)}, but the "
-                            f"configuration asks for {wanted}")
-    return names.unpack_v1(tensors, config.num_heads)
 
 
 def _without_zero_key_biases(tensors: dict[str, Tensor], notes: list[str]

@@ -4,6 +4,7 @@ A `.bin` is a pickle; it is only ever read with `weights_only=True`, which build
 containers and refuses everything else.
 """
 
+import io
 import pickle
 import struct
 from collections.abc import Mapping
@@ -107,32 +108,11 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def write_bin(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors as a `.bin` (PyTorch's zip pickle), whole or not at all.
 
-    When a write fails, on a full disk say, PyTorch's zip writer raises again in its destructor,
-    which aborts (exit code -6, no message); so it is given a file that swallows what comes after
-    the first failure.
+    Through memory: when a write fails, on a full disk say, PyTorch's zip writer raises again in its
+    destructor, which aborts (exit code -6, no message).
     """
     whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    with atomic_path(path) as temporary, open(temporary, "wb") as file:
-        swallowing = _SwallowingFile(file)
-        torch.save(whole, swallowing)
-        if swallowing.problem:
-            raise swallowing.problem
-
-
-class _SwallowingFile:
-    """A file whose `write` fails at most once, into `problem`."""
-
-    def __init__(self, file):
-        self._file, self.problem = file, None
-
-    def write(self, data) -> int:
-        if self.problem is None:
-            try:
-                self._file.write(data)
-            except OSError as error:
-                self.problem = error
-        return len(data)
-
-    def flush(self) -> None:
-        if self.problem is None:
-            self._file.flush()
+    buffer = io.BytesIO()
+    torch.save(whole, buffer)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(buffer.getbuffer())

@@ -20,7 +20,7 @@ from deberta_ds.base.numbers import counted, format_value
 from deberta_ds.base.version import __version__
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.find import newest
-from deberta_ds.checkpoint.run_record import read_run_record
+from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.config.model import RANDOM
 from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
@@ -69,17 +69,16 @@ _SILENT = Publisher()
 class Training:
     """What a source says of how its model came about; empty where it says nothing."""
 
+    record: RunRecord | None = None  # of a checkpoint, and its corpora
     data: list[tuple[str, ...]] = field(default_factory=list)
-    seen: str = ""
-    seq_len: int = 0
-    scores: list[tuple[str, ...]] = field(default_factory=list)
+    scores: list[tuple[str, str, str]] = field(default_factory=list)  # name, value, baseline
     scores_note: str = ""
-    settings: list[tuple[str, str]] = field(default_factory=list)
+    results: list[dict] = field(default_factory=list)  # as the Hub's model-index has them
     about: str = ""  # the task of a fine-tuned model, and the others below
+    settings: list[tuple[str, object]] = field(default_factory=list)
     base_model: str = ""
     failure: str = ""
     pipeline_options: str = ""
-    results: list[dict] = field(default_factory=list)  # as the Hub's model-index has them
 
 
 @checked(config=READ, frozen=True)
@@ -140,7 +139,7 @@ def model_card(source: Path, out: Path, summary: Summary, name: str, publisher: 
     architecture = values["architectures"][0]
     side_file = out / SIDE_FILE
     return template("model_card.md").render(
-        name=_cell(Path(name).parent.as_posix() if source == out else Path(name).name),
+        name=Path(name).parent.as_posix() if source == out else Path(name).name,
         directory=name, publisher=publisher, architecture=architecture, values=values,
         head=architecture.removeprefix("DebertaV2").removeprefix("Deberta"),
         pipelines=_PIPELINES, onnx=(out / "onnx").is_dir(), version=__version__,
@@ -148,7 +147,8 @@ def model_card(source: Path, out: Path, summary: Summary, name: str, publisher: 
         parameters=count_parameters(out / SAFETENSORS),
         generator=count_parameters(generator / SAFETENSORS) if generator.is_dir() else 0,
         side_file=f"{side_file.stat().st_size / 1e6:,.1f} MB" if side_file.is_file() else "",
-        checks=[_cell(line) for line in summary.checks], **vars(_of_source(source, publisher)))
+        checks=summary.checks, heads_of=lambda kind: objective_named(kind).HEADS,
+        **vars(_of_source(source, publisher)))
 
 
 def count_parameters(weights: Path) -> int:
@@ -166,45 +166,18 @@ def _of_source(source: Path, publisher: Publisher) -> Training:
 
 def _of_checkpoint(directory: Path, publisher: Publisher) -> Training:
     record = read_run_record(directory)
-    run = record.config
-    training = Training(seen=f"{record.tokens_seen:,} tokens in {record.sequences_seen:,} "
-                             "sequences were read in training, repetitions counted.",
-                        seq_len=run["data"]["seq_len"])
-    sources = run["data"]["sources"]
+    sources = record.config["data"]["sources"]
     names = publisher.dataset or [_end(source["path"], 2) for source in sources]
     whole = sum(source["weight"] for source in sources)
-    training.data = [_corpus(source["path"], name, source["weight"] / whole,
-                             record.content_hashes.get(source["path"], ""))
-                     for source, name in zip(sources, names, strict=True)]
-    objective, train, optim = run["objective"], run["train"], run["optim"]
-    mask = objective["mask"]
-    masked = [("masked share of the tokens", _on_line(mask["rate"], mask["final_rate"]))]
-    if "generator" in objective_named(objective["kind"]).HEADS:
-        masked.append(("temperature of the generator's samples", _on_line(
-            objective["temperature"], objective["final_temperature"])))
-    if objective["kind"] == "rtd_cached":
-        masked = []  # the stored replacements have theirs
-    first, rules = train["initial_batch_size"], f"{optim['name']}, "
-    grows = f"{first:,} growing in {train['batch_warmup_steps']:,} steps to " if first else ""
-    if optim["name"] == "muon":
-        rules = f"muon, momentum {optim['momentum']}; all but matrices: adamw, "
-    training.settings = [(_cell(key), _cell(value)) for key, value in (
-        ("objective", objective["kind"]), ("steps", f"{record.step:,} of {train['steps']:,}"),
-        ("sequences per update", f"{grows}{train['global_batch_size']:,}"),
-        ("sequence length in tokens", f"{run['data']['seq_len']:,}"),
-        *masked, ("optimizer", rules + f"betas {optim['betas']}"),
-        ("learning rate", f"{optim['learning_rate']}, schedule {optim['schedule']}"),
-        ("sha256 of the tokenizer", record.tokenizer_sha256),
-        ("versions", ", ".join(f"{name} {text}" for name, text in record.versions.items())))]
+    training = Training(record, [
+        _corpus(source["path"], name, source["weight"] / whole,
+                record.content_hashes.get(source["path"], ""))
+        for source, name in zip(sources, names, strict=True)])
     metrics = directory.resolve().parent.parent / METRICS_FILE  # OUT/best is a link
     if metrics.is_file():
-        _add_scores(training, read_metrics(metrics), record.step, objective["kind"])
+        _add_scores(training, read_metrics(metrics), record.step,
+                    record.config["objective"]["kind"])
     return training
-
-
-def _on_line(first: float, last: float | None) -> str:
-    """Return a setting as text; `last` is None where it stays."""
-    return f"{first} to {last}, linearly" if last else f"{first}"
 
 
 def _corpus(path: str, name: str, share: float, content_hash: str) -> tuple[str, ...]:
@@ -215,7 +188,7 @@ def _corpus(path: str, name: str, share: float, content_hash: str) -> tuple[str,
         documents, tokens = f"{manifest.documents:,}", f"{manifest.tokens:,}"
     except (UserError, OSError):
         pass  # trained elsewhere, or the shards are gone: the content hash stays
-    return _cell(name), f"{share:.1%}", documents, tokens, f"`{_cell(content_hash)}`"
+    return name, f"{share:.1%}", documents, tokens, content_hash
 
 
 def _add_scores(training: Training, records: list[dict], step: int, kind: str) -> None:
@@ -242,33 +215,32 @@ def _of_finetuned(directory: Path) -> Training:
     task = validate(Task, facts["task"], f"{directory / FACTS}, task")
     training = Training(
         about=f"Fine-tuned on the task {task.name} ({_KINDS.get(task.head, 'classification')}).",
-        failure=_cell(facts.get("failure", "")))
+        failure=facts.get("failure", ""))
     if task.head == "tags":
         strategy = "simple" if task.words == "raw" else "first"
         training.pipeline_options = f', aggregation_strategy="{strategy}"'
-    rows = [("task", task.name)]
+    rows = training.settings = [("task", task.name)]
     if (directory.parent / RESULT).is_file():
         result = read_checked(directory.parent / RESULT, _Result)[0]
-        training.base_model, training.failure = _end(result.start, 2), _cell(result.failure)
+        training.base_model, training.failure = _end(result.start, 2), result.failure
         rows += [("base model", training.base_model),
                  ("initialized from", _end(result.init_from, 3)), ("seed", f"{result.seed}"),
                  ("training data", f"{_end(result.train[0])}, {result.train[1]:,} examples")]
-        _add_tables(training, rows, task, result)
+        _add_tables(training, task, result)
     if task.head not in ("regress", "choice", "answer", "mentions"):
         rows.append(("labels", ", ".join(task.labels)))
-    training.settings = [(_cell(key), _cell(value)) for key, value in
-                         (*rows, *facts.get("settings", {}).items()) if value != ""]
+    rows += facts.get("settings", {}).items()
     return training
 
 
-def _add_tables(training: Training, rows: list, task: Task, result: _Result) -> None:
+def _add_tables(training: Training, task: Task, result: _Result) -> None:
     """Add the scores of a fine-tuned model's labelled tables, and the names of their files."""
     training.scores_note = ("With 95 % bootstrap intervals. The kept evaluation was chosen on the "
                             "validation set.")
     files = {key.removeprefix(TEST): file for key, file in task.files.items()}
     for key, table in result.scores.items():
         name, file = ("validation", result.val[0]) if key == "val" else (key, files.get(key, key))
-        rows.append((f"{name} data", f"{_end(file)}, {table.examples:,} examples"))
+        training.settings.append((f"{name} data", f"{_end(file)}, {table.examples:,} examples"))
         measured = []
         for metric, found in table.metrics.items():
             interval = f" ({found['low']:.4f} to {found['high']:.4f})" if "low" in found else ""
@@ -284,9 +256,3 @@ def _end(place: str, parts: int = 1) -> str:
     """Return the last parts of a path, which say nothing of the machine."""
     prefix = next((start for start in (RANDOM, "hub:") if place.startswith(start)), "")
     return prefix + "/".join(place.removeprefix(prefix).rstrip("/").split("/")[-parts:])
-
-
-def _cell(value) -> str:
-    """Return a value as text that stays inside one cell of a Markdown table."""
-    text = " ".join(str(value).split())
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

@@ -12,6 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from deberta_ds.base.numbers import format_duration, format_value
 from deberta_ds.base.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -19,11 +20,24 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @cache
 def template(name: str) -> Template:
-    """Return a file of templates/; a missing value is an error."""
+    """Return a file of templates/; a missing value is an error.
+
+    Filters: VALUE|value(UNIT) and SECONDS|duration as everywhere, SHARE|percent as a place from 0
+    to 100 (only the diagnostic AX-b, a correlation, can score below 0), TEXT|cell in Markdown.
+    """
     environment = Environment(loader=FileSystemLoader(TEMPLATES), trim_blocks=True,
                               autoescape=name.endswith(".html"), lstrip_blocks=True,
                               undefined=StrictUndefined)
+    environment.filters |= {"value": format_value, "duration": format_duration,
+                            "percent": lambda share: round(100 * max(0.0, share), 2),
+                            "cell": _cell}
     return environment.get_template(name)
+
+
+def _cell(value: object) -> str:
+    """Return a value as text that stays inside one cell of a Markdown table."""
+    text = " ".join(str(value).split())
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
 def render(name: str, /, **values) -> str:

@@ -12,7 +12,7 @@ from deberta_ds.base.user_code import short_name
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.objectives.base import Metric
 from deberta_ds.report.charts import color_of
-from deberta_ds.report.rundata import Run, Stage, baseline_name
+from deberta_ds.report.rundata import Run, baseline_name
 from deberta_ds.tracking.records import corpora_of
 
 _TOLD = {"save": ("checkpoint saved", "checkpoints saved"),
@@ -138,15 +138,6 @@ def _beside_baseline(metric: Metric, record: dict) -> Cell:
                 below_value=baseline)
 
 
-def stages(run: Run) -> tuple[str, list[tuple[Stage, Cell, float]]]:
-    """Return (how many and how long, each with its time and percent of the longest one's)."""
-    times = [stage.seconds or 0.0 for stage in run.stages]
-    longest = max(times, default=0.0) or 1.0
-    rows = [(stage, number(stage.seconds or None, "duration"), round(100 * seconds / longest, 1))
-            for stage, seconds in zip(run.stages, times, strict=True)]
-    return f"{len(rows)} stages in {format_duration(sum(times))}.", rows
-
-
 # A section of the configuration: title, preview, (key, value, origin if it is not a default).
 Fold = tuple[str, str, list[tuple[str, str, str]]]
 
@@ -198,36 +189,17 @@ class Tile:
     is_name: bool = False
 
 
-@dataclass(frozen=True)
-class Header:
-    """Where a run stands. `tone`: good, wait, quiet or bad; `lead` alternates text and numbers."""
-
-    name: str
-    state: str
-    tone: str
-    lead: list[str]
-    failure: str  # what ended it
-    done: float  # percent
-    marks: list[float]  # percent
-    progress: str
-    history: str
-    resumed: str
-
-
-def header(run: Run) -> Header:
-    """Return the title, its state, what was learned in a sentence, and the progress."""
+def header(run: Run) -> dict[str, Any]:
+    """Return where a run stands; `tone` is good, wait, quiet or bad, and `lead` what was learned in
+    a sentence, in which text and numbers alternate.
+    """
     state, tone = _state(run)
-    total = run.total_steps
     counts = {kind: sum(event["event"] == kind for event in run.events) for kind in _TOLD}
-    return Header(
-        name=run.name, state=state, tone=tone, lead=_NUMBER.split(_sentence(run)),
-        failure=run.events[-1].get("detail", "") if state == "Failed" else "",
-        done=round(100 * run.last_step / total, 2),
-        marks=[round(min(100.0, 100 * at / total), 2) for at in run.resumed_at],
-        progress=f"Step {run.last_step:,} of {total:,} · "
-                 f"{format_duration(run.training_seconds())} of training",
-        history=", ".join(f"{count:,} {_TOLD[kind][count != 1]}" for kind, count in counts.items()
-                          if count or kind == "save"), resumed=_resumed(run))
+    return {"state": state, "tone": tone, "lead": _NUMBER.split(_sentence(run)),
+            "failure": run.events[-1].get("detail", "") if state == "Failed" else "",
+            "history": ", ".join(f"{count:,} {_TOLD[kind][count != 1]}"
+                                 for kind, count in counts.items() if count or kind == "save"),
+            "resumed": _resumed(run)}
 
 
 def _state(run: Run) -> tuple[str, str]:

@@ -173,6 +173,9 @@ def _with_names(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     listed = sorted(counts) if is_raw else labels
     shown = [f"{label} ({counts[label]})" if counts else label for label in listed[:20]]
     more = f" and {len(listed) - 20} more" if len(listed) > 20 else ""
+    folded = Counter(map(str.casefold, counts))
+    if twins := [label for label in counts if folded[label.casefold()] > 1]:
+        more += f"; WARNING: {' and '.join(map(repr, twins[:2]))} differ by case alone"
     if is_raw:
         found = _each(rows, lambda place, row: [(row[task.texts[0]], entity)
                                                 for entity in _entities(task, row, place)])

@@ -57,7 +57,7 @@ class SentencePieceEngine:
         try:
             self.pieces = processor.id_to_piece(list(range(processor.get_piece_size())))
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not a SentencePiece model, or a damaged one (a piece is no "
+            raise UserError(f"{path}: not a SentencePiece model, or a damaged one (a subword is no "
                             f"UTF-8: {error.object!r})") from error
         if tuple(self.pieces[:4]) == SPECIAL_PIECES:
             if MASK_PIECE not in self.pieces:

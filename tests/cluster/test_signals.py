@@ -18,7 +18,7 @@ from launching import ENVIRONMENT, ROOT
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import lock, process, signals
-from deberta_ds.cluster.launcher import is_launcher
+from deberta_ds.cluster.process import is_launcher
 
 LISTENER = """
 import hashlib, sys, time

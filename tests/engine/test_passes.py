@@ -19,7 +19,7 @@ from deberta_ds.config.options import ConfigError
 from deberta_ds.data.batch import Row, collate
 from deberta_ds.engine import engine, passes
 from deberta_ds.model.kernels import attention
-from deberta_ds.training.join import check_run
+from deberta_ds.training.start import check_run
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 ALL = [(stage, precision, count) for stage in (0, 1, 2) for precision in ("fp32", "bf16")

@@ -79,6 +79,29 @@ def test_plausible_answers_of_an_impossible_question_are_none(tmp_path):
     assert "2 of 4 questions have answers that contradict is_impossible" in split.left_out
 
 
+@pytest.mark.parametrize(("flag", "gold"), [
+    ("TRUE", ()), ("1.0", ()), ("false", ("Rome",)), ("", ("Rome",)), ("maybe", None)])
+def test_is_impossible_is_read_as_tables_write_it(tmp_path, flag, gold):
+    """Excel's TRUE was taken for false, and a plausible answer for a right one."""
+    table = f"q,text,answer,is_impossible\na?,in Rome,Rome,{flag}\nb?,in Rome,Rome,0\n"
+    options = {"texts": ["q", "text"], "label": "answer"}
+    if gold is None:
+        with pytest.raises(UserError, match="a.csv:2: is_impossible must be true or false, found"):
+            load(tmp_path, "spans", "a.csv", table, **options)
+    else:
+        split, _ = load(tmp_path, "spans", "a.csv", table, **options)
+        assert [example.gold for example in split.examples] == [gold, ("Rome",)]
+
+
+def test_labels_of_two_cases_and_texts_for_empty_cells_are_said(tmp_path):
+    """Both were learned without a word: a class twice, and what pandas writes for nothing."""
+    split, said = load(tmp_path, "classification", "a.csv",
+                       "text,label\nfine,Good\nnice,good\nnan,bad\nNone,bad\n",
+                       texts=["text"], label="label")
+    assert "'Good' and 'good' differ by case alone" in said
+    assert "2 texts are 'None' or 'nan', which tables write for an empty" in split.left_out
+
+
 def test_texts_that_tokenize_alike_are_the_same_text(tmp_path):
     """A doubled space, an invisible mark, or NFD in place of NFC: a copy of it is no new text."""
     texts = [f"número {n} de la lista" for n in range(20)]

@@ -60,6 +60,12 @@ def traced_once():
         yield
 
 
+@pytest.fixture
+def weightless(monkeypatch):
+    """Times do not hang on memory."""
+    monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
+
+
 @cache
 def traced(run, precision: str) -> Activations:
     return trace(run, torch.bfloat16 if precision == "bf16" else torch.float32, fused=False)
@@ -128,7 +134,7 @@ def test_a_card_that_is_not_listed_has_no_mfu(monkeypatch, name):
     assert peak_flops(torch.device("cuda"), "bf16") is None
 
 
-def test_a_card_without_bf16_is_not_planned_in_bf16(run_file):
+def test_a_card_without_bf16_is_not_planned_in_bf16(run_file, weightless):
     run, _ = run_config.load(run_file, ["--train.global_batch_size=64"])
     with pytest.raises(UserError, match="no bf16.*zero1_fp16"):
         make_plan(run, BF16, gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
@@ -182,9 +188,6 @@ def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
     assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each host's memory" in line
     assert "not in the times" in line and offloaded([replace(choices[0], memory=replace(
         choices[0].memory, offloaded=0))], 4) == []
-    best = recommended(choices)
-    text = "\n".join(advise(run, ds, choices, best, parameters, gpu=GPUS["h100"], ranks=4))
-    assert ("no other stage" in text) == (stages == {3})
 
 
 @pytest.mark.parametrize("stage, micro_batches, elements", [
@@ -209,7 +212,7 @@ def test_the_lowest_stage_that_is_about_as_fast_is_recommended(days, stage):
     assert getattr(recommended(choices), "stage", None) == stage
 
 
-def test_cores_of_a_cpu_are_planned_as_they_were_measured(monkeypatch):
+def test_cores_of_a_cpu_are_planned_as_they_were_measured(monkeypatch, weightless):
     """docs/evidence/performance.md: xsmall at 16 x 128, 401 tokens/s in fp32 and 738 in bf16."""
     monkeypatch.chdir(ROOT)
     run, _ = run_config.load("launch/runs/v3_xsmall.toml", [
@@ -255,19 +258,17 @@ def test_a_node_of_eight_network_cards_has_their_sum():
     assert bandwidth(h100, 1, 4) == pytest.approx(50e9 * 0.95)
 
 
-def test_advice_gives_its_reasons(run_file):
+def test_advice_gives_its_reasons(run_file, weightless):
     run, _ = run_config.load(
         run_file, ["--train.global_batch_size=2048", "--train.micro_batch_size=2"])
     ds = BF16 | {"zero_optimization": {"stage": 1}}
     choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=8, nodes=32, mfu=0.5)
     parameters = count_parameters(on_meta(build_model, run))
     best = recommended(choices)
-    text = "\n".join(advise(run, ds, choices, best, parameters, gpu=GPUS["h100"], ranks=256))
-    for part in (f"ZeRO-{best.stage}: a step takes up to", "no activation checkpointing",
-                 "one in 195 h", "micro_batch_size = 8 would", "reduce_bucket_size",
+    text = "\n".join(advise(run, ds, best, parameters, gpu=GPUS["h100"], ranks=256))
+    for part in ("one in 195 h", "micro_batch_size = 8 would", "reduce_bucket_size",
                  "communication_data_type"):
         assert part in text, part
-    assert "does not fit" not in text
 
 
 @pytest.mark.parametrize("rows, micro, ranks, hint", [

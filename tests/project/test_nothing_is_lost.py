@@ -145,4 +145,3 @@ def test_a_card_is_written_before_an_export_is_there(tmp_path):
     source = ROOT / "tests/fixtures/tiny_run/rtd/export"
     convert.convert(source, tmp_path / "out", "hf", finish=finish)
     assert seen == [(True, False)] and (tmp_path / "out/README.md").exists()
-    convert.check_out(tmp_path / "out", source)

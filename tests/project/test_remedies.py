@@ -20,7 +20,7 @@ from deberta_ds.planner.new_run import open_devices
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import resolve
 from deberta_ds.tasks.task_file import load_own_task
-from deberta_ds.training.join import check_run
+from deberta_ds.training.start import check_run
 
 MOODS = "fine,good\nawful,bad\n"
 TEXT = {"kind": "classification", "texts": ["text"], "label": "label"}

@@ -88,7 +88,6 @@ def test_export_reports_and_checks(tmp_path):
     assert not summary.warnings
     record = json.loads((tmp_path / "hf" / "conversion.json").read_text())
     assert record["notes"] == list(summary.notes)
-    convert.convert(tmp_path / "ours", tmp_path / "hf", "hf")  # replaces its own work
 
 
 def test_check_notices_another_model(tmp_path):

@@ -117,12 +117,12 @@ def test_a_comparison_draws_training_curves_and_held_out_points_of_any_number_of
     text, page = read_page(tmp_path, *runs)
     assert "--run10:hsl(" in text and page.text.count("run 10") > 10
     loss = next(chart for group in charts.groups([read_run(run) for run in (runs[0], runs[10])])
-                for chart in group[-1] if chart.chart.key == "generator_loss")
-    assert [(s.label, s.style) for s in loss.chart.series] == [
+                for chart in group[-1] if chart.key == "generator_loss")
+    assert [(s.label, s.style) for s in loss.series] == [
         ("run 0, training", "thin"), ("run 0", "dots"), ("run 10", "trend")]
-    assert [line.label for line in loss.legend] == ["run 0", "run 10"]
+    assert page.text.count("run 0, training") == 0  # named once
     # Of each point the script has step, text, value, tokens and seconds; steps take 0.9 s.
-    step, text, value, tokens, seconds = json.loads(loss.hover)[1]["points"][1]
+    step, text, value, tokens, seconds = json.loads(loss.data)[1]["points"][1]
     assert (step, tokens, seconds) == (100, 204_000, 90) and text == f"{value:.3f}"
 
 

@@ -14,6 +14,8 @@ import pytest
 from report_cases import Page, make_records, make_run, make_sweep
 
 from deberta_ds.report import run_pages
+from deberta_ds.report.charts import Chart, Series
+from deberta_ds.report.pages import render
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -193,3 +195,39 @@ def test_nothing_overflows_and_the_pointer_reads_out(tmp_path, kind, width):
     assert re.match(tip, found["tip"]), found["tip"]
     assert (found["hints"] > 0) == (width == 390)
     assert not found["broken"] and found["x"] == ("epoch 0" if kind == "sweep" else "20k")
+
+
+FLAT = [[0.5], [0.0, 0.0, 0.0], [-1e-9, 1e-9], [1e12, 2e12], [3, 3], [1e-320, 0],
+        [1e299, -1e299], [2e-3 + k * 1e-18 for k in range(9)], [1e16, 1e16 + 2],
+        [11.1 + k * 1e-14 for k in range(9)], [-5e-324, 5e-324], [123_456.1, 123_456.2],
+        [0.881, 0.881], [0.1, 0.999], [0.001, 0.5]]
+READ_TICKS = """
+  return {charts: [...document.querySelectorAll('.plot')].map((plot) => ({
+    ticks: [...plot.querySelectorAll('.y')].map((y) => [y.textContent, parseFloat(y.style.top)]),
+    paths: [...plot.querySelectorAll('path')].map((path) => path.getAttribute('d')),
+    dots: plot.querySelectorAll('.dots').length}))};
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+@pytest.mark.parametrize("unit", ["number", "share", "gain", "count", "rate", "tenths"])
+def test_flat_tiny_and_huge_values_have_few_short_ticks(tmp_path, unit):
+    cards = [Chart("x", "x", "", unit, [Series("x", list(enumerate(values)), "main", "trend")],
+                   from_zero=from_zero, last_x=len(values) - 1)
+             for values in FLAT for from_zero in (False, True)]
+    page = render("attention.html", model="", text="", pieces="[]", shown=[], labelled=False,
+                  layers={}, charts=cards)
+    found = probed(page, READ_TICKS, 1400, tmp_path)["charts"]
+    for card, drawn in zip(cards, found, strict=True):
+        texts = [text for text, _ in drawn["ticks"]]
+        assert 1 <= len(texts) <= 8 and max(map(len, texts)) <= 12, (card, texts)
+        assert len(set(texts)) == len(texts), (card, texts)
+        assert all(-1 <= top <= 101 for _, top in drawn["ticks"]), (card, drawn)
+        assert not re.search("NaN|Infinity|undefined", f"{drawn}"), (card, drawn)
+        values = [y for _, y in card.series[0].points]
+        if len(values) == 1:  # is seen
+            assert drawn["dots"] == 1
+        elif max(values) - min(values) < 1e-12 and not card.from_zero:  # noise stays small
+            assert len(set(re.findall(r" ([\d.]+)", drawn["paths"][0]))) == 1
+        if unit == "share" and max(values) <= 1 and min(values) >= 0:
+            assert not any(text.startswith("\u2212") for text in texts) and "120%" not in texts

@@ -91,7 +91,7 @@ def test_offsets_decoding_and_another_process(name):
         assert all(not text[start].isspace() or end == start + 1 for start, end in offsets
                    if start < end)
     ids = [tokenizer.cls_id, *tokenizer.encode("The fox"), tokenizer.sep_id]
-    first, last = tokenizer.pieces(ids[:1] + ids[-1:])
+    first, last = tokenizer.subwords(ids[:1] + ids[-1:])
     assert tokenizer.decode(ids).lower().split()[:: len(ids)] == [first.lower()]
     assert tokenizer.decode(ids).endswith(last)
 
@@ -241,7 +241,7 @@ def test_vocabularies_that_mark_the_ends_of_words_or_give_an_id_twice_are_refuse
     with pytest.raises(UserError, match=r"vocab.json: marks the ends of words \('</w>'\)"):
         Tokenizer(tmp_path / "t")
     path.write_text(json.dumps(vocabulary | {"again": 7}))
-    with pytest.raises(UserError, match=r"vocab.json: gives an id to two pieces"):
+    with pytest.raises(UserError, match=r"vocab.json: gives an id to two subwords"):
         Tokenizer(tmp_path / "t")
 
 
@@ -251,7 +251,7 @@ def test_merges_that_are_cut_short_at_the_end_of_a_line_are_refused(tmp_path):
     path = tmp_path / "t/merges.txt"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text("".join(lines[: len(lines) * 3 // 4]), encoding="utf-8")
-    with pytest.raises(UserError, match=r"merges.txt: makes \d+ of the 600 pieces .* by no merge"):
+    with pytest.raises(UserError, match=r"merges.txt: makes \d+ of the 600 .* by no merge"):
         Tokenizer(tmp_path / "t")
 
 

@@ -1,15 +1,10 @@
-"""The page of minimal pairs: bars to one scale, a table; and that of attention's parts:
-five maps a head to point at, and the position tables' likeness.
+"""The page of attention's parts: five maps a head to point at, and the position tables' likeness.
 
-Unusual: a map is an image with one pixel a pair, whose color says the sign and whose transparency
-says the size, so that one image suits light and dark; the browser enlarges it. The numbers under
-the pointer come from rounded integers in the page.
+Unusual: the script paints a map from the rounded integers that the pointer reads, one pixel a pair,
+whose color says the sign and whose transparency says the size: it suits light and dark.
 """
 
-import base64
-import io
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,75 +20,13 @@ from deberta_ds.evaluate.attention_parts import (
     position_similarity,
 )
 from deberta_ds.release.reader import load_backbone
-from deberta_ds.report.charts import Chart, Drawing, Series, draw
+from deberta_ds.report.charts import Chart, Series
 from deberta_ds.report.pages import render
-from deberta_ds.report.tables import Cell, Table
 
-MAX_PAIRS = 1_000_000  # about 10 MB of page
-_POSITIVE, _NEGATIVE = (0x6C, 0x63, 0xF5), (0xE0, 0x86, 0x1C)  # seen on white and on black
+MAX_PAIRS = 1_000_000  # about 5 MB of page
+_POSITIVE, _NEGATIVE = (0x6C, 0x63, 0xF5), (0xE0, 0x86, 0x1C)  # as in script.js
 _LABELLED_TOKENS = 24  # next to a map, more would overlap
 _STEPS = 9999  # of the integers that stand for a map's numbers
-
-
-# The page of minimal_pairs.json: a bar per phenomenon, with published models and chance.
-@dataclass(frozen=True)
-class PairBar:
-    """One group of pairs: accuracy and interval in percent, and marks of published models."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    marks: list[tuple[str, float]]
-
-
-def pairs_page(result: dict, titles: dict[str, str], published: dict[str, dict[str, float]]) -> str:
-    """Return one self-contained HTML document.
-
-    result: minimal_pairs.json. titles: {scorer: how it is called}. published: {model: {"overall" or
-    phenomenon: accuracy}}, empty where none applies.
-    """
-    charts = [(titles[name], _bars(result["scorers"][name], published))
-              for name in result["headlines"]]
-    return render("pairs.html", model=result["model"], data=result["data"], charts=charts,
-                  pairs=f"{result['pairs']:,}", interval=result["interval"],
-                  overall=charts[0][1][0], table=_pairs_table(result, titles, published))
-
-
-def _bars(scores: dict, published: dict) -> list[PairBar]:
-    groups = {"overall": scores} | scores["phenomena"]
-    bars = []
-    for name, group in groups.items():
-        value, low, high = (round(100 * share, 1)
-                            for share in (group["accuracy"], *group["interval"]))
-        marks = [(model, round(100 * column[name], 1)) for model, column in published.items()]
-        bars.append(PairBar(name.replace("_", " "), value, low, high, marks))
-    return bars
-
-
-def _pairs_table(result: dict, titles: dict[str, str], published: dict) -> Table:
-    head = [Cell("Phenomenon", kind=""), *(Cell(titles[name]) for name in result["scorers"]),
-            *map(Cell, published)]
-    rows = []
-    for name in ("overall", *next(iter(result["scorers"].values()))["phenomena"]):
-        groups = [scores if name == "overall" else scores["phenomena"][name]
-                  for scores in result["scorers"].values()]
-        rows.append([Cell(name.replace("_", " "), kind=""),
-                     *(Cell(f"{100 * group['accuracy']:.1f}") for group in groups),
-                     *(Cell(f"{100 * column[name]:.1f}") for column in published.values())])
-    return Table("All scorers", "Percent of pairs in which the grammatical sentence has the higher "
-                 "score. Chance is 50.", head, rows)
-
-
-@dataclass(frozen=True)
-class Map:
-    """One picture of a head."""
-
-    name: str
-    image: str  # of the pairs, as a data URL
-    scale: float  # what the largest integer stands for
-    values: str  # integers of the pairs, row by row, as JSON
-    unit: str  # "score" or "share"
 
 
 def write_attention(model_path: str, text: str, layers: list[int] | None, heads: list[int] | None,
@@ -113,7 +46,7 @@ def write_attention(model_path: str, text: str, layers: list[int] | None, heads:
     if pairs > MAX_PAIRS:
         raise UserError(f"{format_count(pairs)} pairs of tokens are too many for a report (at most "
                         f"{format_count(MAX_PAIRS)}); choose fewer --layers or --heads")
-    by_layer: dict[int, list[tuple[str, list[Map], str]]] = {}
+    by_layer: dict[int, list[tuple]] = {}
     for one in found:
         by_layer.setdefault(one.layer, []).append(_head(one))
     write_atomic(out, render(
@@ -135,24 +68,16 @@ def _planes(one: HeadParts) -> list[tuple[str, np.ndarray, float, str]]:
             ("probability", one.probabilities, float(one.probabilities.max()), "share")]
 
 
-def _head(one: HeadParts) -> tuple[str, list[Map], str]:
-    """Return (title, maps, range of the colors) of a card."""
+def _head(one: HeadParts) -> tuple[str, list[tuple[str, str, float, str]], str]:
+    """Return (title, maps, range of the colors) of a card; a map is (name, integers as JSON, what 1
+    stands for, unit).
+    """
     planes = _planes(one)
-    return (f"Head {one.head}", [_map(*plane) for plane in planes],
-            f"Scores from −{planes[0][2]:.3g} to {planes[0][2]:.3g}, probabilities "
-            f"to {100 * planes[-1][2]:.3g} %.")
-
-
-def _map(name: str, plane_LL: np.ndarray, scale: float, unit: str) -> Map:
-    with of_extra("pages", "the attention page"):
-        from matplotlib.image import imsave  # takes a second to import
-
-    integers = np.rint(plane_LL / scale * _STEPS).astype(int)
-    image = io.BytesIO()
-    imsave(image, colored(plane_LL / scale), format="png")
-    encoded = base64.b64encode(image.getvalue()).decode()
-    return Map(name, f"data:image/png;base64,{encoded}", scale / _STEPS,
-               json.dumps(integers.flatten().tolist(), separators=(",", ":")), unit)
+    maps = [(name, json.dumps(np.rint(plane / scale * _STEPS).astype(int).flatten().tolist(),
+                              separators=(",", ":")), scale / _STEPS, unit)
+            for name, plane, scale, unit in planes]
+    return (f"Head {one.head}", maps, f"Scores from −{planes[0][2]:.3g} to {planes[0][2]:.3g}, "
+            f"probabilities to {100 * planes[-1][2]:.3g} %.")
 
 
 def colored(shares_LL: np.ndarray) -> np.ndarray:
@@ -173,9 +98,9 @@ _CHARTS = {
 _MAX_LINES = 8  # colors of the page
 
 
-def _charts(similarities: dict[str, list[Similarity]]) -> list[Drawing]:
+def _charts(similarities: dict[str, list[Similarity]]) -> list[Chart]:
     """Return charts over the size of the distance; the shared table has a line for each sign."""
-    drawings = []
+    charts = []
     for key, tables in similarities.items():
         title, note = _CHARTS[key]
         if key == "table":
@@ -188,9 +113,9 @@ def _charts(similarities: dict[str, list[Similarity]]) -> list[Drawing]:
             f"run{number}", "plain")
                   for number, (name, table, sign) in enumerate(lines)]
         last = float(tables[0].distances[-1])
-        drawings.append(draw(Chart(key, title, note, "", series, last_x=last, x_name="distance",
-                                   legend=True)))
-    return drawings
+        charts.append(Chart(key, title, note, "", series, last_x=last, x_name="distance",
+                            legend=True))
+    return charts
 
 
 def write_picture(path: Path, pieces: list[str], found: list[HeadParts]) -> None:
