@@ -192,7 +192,7 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
     """Write the contaminated documents of one unit; return counts, examples met and samples."""
     numbers = number_of(unit)
     directory = Path(out)
-    tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
+    tables = [_Grams(directory, length) for length in map_array(directory / "lengths.npy").tolist()]
     places: list[tuple[int, int]] = []
     samples: list[dict] = []
     counts: dict = {}

@@ -30,9 +30,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from deberta_ds.base.errors import UserError, listed, still_at_work, tell
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.errors import UserError, listed, refuse_pipe, still_at_work, tell
+from deberta_ds.base.files import read_file, write_atomic
+from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import process
 from deberta_ds.corpus.identity import RECORDS, Part, Units, digest_of, inputs_of, read_inputs
 
@@ -154,9 +154,8 @@ def plan_text(description: dict) -> str:
 
 def _plan_of(directory: Path) -> dict:
     """Return the plan in a directory; {} if there is none that can be read."""
-    with suppress(ValueError, OSError):
-        plan = parse_json((directory / PLAN).read_bytes())
-        return plan if isinstance(plan, dict) else {}
+    with suppress(UserError):
+        return read_json(directory / PLAN)
     return {}
 
 
@@ -196,6 +195,7 @@ def _locked(directory: Path, name: str, *, shared: bool) -> Iterator[None]:
 
 
 def _take_lock(path: Path, kind: int) -> int:
+    refuse_pipe(path)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -249,7 +249,7 @@ def run_units(directory: str | Path, function: Callable[..., dict], units: dict[
                 bar.update()
     if part:
         return None
-    return [keep(json.loads((markers / f"{name}.json").read_bytes())) for name in units]
+    return [keep(json.loads(read_file(markers / f"{name}.json").data)) for name in units]
 
 
 def run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
