@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -23,6 +21,7 @@ from deberta_ds.corpus import replacements
 from deberta_ds.corpus.replacements import Recipe, replace_corpus
 from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
+from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.replaced import read_replaced_manifest, shard_path
 from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.objectives import rtd
@@ -238,12 +237,21 @@ def test_what_does_not_fit_is_refused(stored, tmp_path):
         load(TINY / "rtd/run.toml", [f"--init.generator={GENERATOR}"])
 
 
-def test_a_seed_without_room_for_draws_is_refused(tmp_path):
+@pytest.mark.parametrize("place", [str(TINY / "heldout"), GENERATOR])
+def test_a_corpus_or_generator_that_changes_meanwhile_is_named(tmp_path, place):
+    """Workers open both again, and would have mixed two states."""
+    read = {str(TINY / "heldout"): Corpus(TINY / "heldout", seq_len=LENGTH).rows_content_hash,
+            GENERATOR: replacements._content_hash(GENERATOR)} | {place: "another"}
+    with pytest.raises(UserError, match=f"{place}: changed while this command read it"):
+        replacements.replace_shard(recipe(), str(tmp_path), 0, "00000-000", read)
+
+
+def test_a_seed_without_room_for_draws_is_refused(tmp_path, capsys):
     """2e13 ended in a traceback of torch: masks and samples take the seed times a million."""
-    command = [sys.executable, str(ROOT / "data_prep/replace.py"), str(TINY / "heldout"),
-               "--generator", GENERATOR, "--out", str(tmp_path), "--seq_len", str(LENGTH), "--seed"]
-    done = subprocess.run([*command, str(1 << 43)], capture_output=True, text=True)
-    assert done.returncode == 2 and "--seed: 8796093022208 is not below 8,796," in done.stderr
+    with pytest.raises(SystemExit):
+        run_main("data_prep/replace.py", TINY / "heldout", "--generator", GENERATOR, "--out",
+                 tmp_path, "--seq_len", LENGTH, "--seed", 1 << 43)
+    assert "--seed: 8796093022208 is not below 8,796," in capsys.readouterr().err
     replace_corpus(recipe(temperatures=(1.0,), seed=(1 << 43) - 1), tmp_path / "largest")
 
 
