@@ -17,7 +17,6 @@ from export_cases import (
     run_config,
     same_networks,
     started,
-    with_classifier,
 )
 from hugging_face_models import decoded_by_transformers
 
@@ -98,15 +97,6 @@ def test_check_notices_another_model(tmp_path):
         read_back.check_hugging_face(release, tmp_path)
     with pytest.raises(UserError, match="read back with other values"):
         read_back.check_tensors(release, tmp_path)
-
-
-def test_fine_tuned_classifier_loads_in_transformers(tmp_path):
-    release = with_classifier(make_release("v3"))
-    write_ours(release, tmp_path / "ours")
-    convert.convert(tmp_path / "ours", tmp_path / "hf", "hf")
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
-    assert model.num_labels == 3
-    assert torch.equal(model.classifier.weight, release.main.tensors["classifier.weight"])
 
 
 @pytest.mark.parametrize("buckets", [16, 15])
@@ -203,17 +193,6 @@ def test_a_model_of_the_form_of_bert_is_written(tmp_path, to, monkeypatch):
     write_ours(release, tmp_path / "ours")
     average([tmp_path / "ours", tmp_path / "out"])  # one shape
     assert started(run_config("v3", "mlm"), tmp_path / "out")[0]
-
-
-def test_exported_encoder_loads_under_a_new_head(tmp_path):
-    release = make_release("v3")
-    write_hugging_face(release, tmp_path)
-    model, info = transformers.AutoModelForTokenClassification.from_pretrained(
-        tmp_path, num_labels=5, output_loading_info=True)
-    assert {key.split(".")[0] for key in info["missing_keys"]} == {"classifier"}
-    assert not info["unexpected_keys"]
-    assert torch.equal(model.deberta.embeddings.word_embeddings.weight,
-                       release.main.tensors["words.weight"])
 
 
 TEXTS = [*SENTENCES, "", "   ", "a\tb\n\nc", "caf\u00e9 cafe\u0301 \ufb01ne", "\u3000x\u00a0y",
@@ -359,12 +338,6 @@ def test_source_of_another_shape_is_refused(tmp_path):
     write_hugging_face(make_release("v2"), tmp_path)
     with pytest.raises(UserError, match="conv_kernel = 0 \\(source: 3\\)"):
         started(run_config("v3"), tmp_path)
-
-
-def test_training_output_and_export_are_the_same_release(tmp_path):
-    release = make_release("mdeberta")
-    write_hugging_face(release, tmp_path)
-    same_networks(release, read_release(tmp_path))
 
 
 def test_a_position_term_without_a_place_in_the_format_is_refused():
