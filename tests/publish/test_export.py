@@ -99,16 +99,15 @@ def test_check_notices_another_model(tmp_path):
         read_back.check_tensors(release, tmp_path)
 
 
-@pytest.mark.parametrize("buckets", [16, 15])
-@pytest.mark.parametrize("family", ["v1", "v1_key_bias", "v2", "v3"])
+@pytest.mark.parametrize(("family", "buckets"), [("v1", 0), ("v1_key_bias", 0), ("v2", 16),
+                                                 ("v3", 16), ("v3", 15)])
 def test_exported_model_agrees_beyond_the_reach_of_the_relative_table(
         tmp_path, family, buckets, monkeypatch):
     """transformers reads other rows than the official code there; 1e-2 apart without the mending.
 
     An odd number of buckets leaves two rows on one side, and one on the other, that nobody trains.
     """
-    if family in ("v2", "v3"):
-        monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {"position_buckets": buckets})
+    monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {"position_buckets": buckets})
     release = make_release(family)
     write_hugging_face(release, tmp_path)
     theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
@@ -124,8 +123,8 @@ def test_exported_model_agrees_beyond_the_reach_of_the_relative_table(
     same_networks(release, read_release(tmp_path / "ms"))
 
 
-@pytest.mark.parametrize("precision, dtype", [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_an_export_in_16_bits_holds_the_rounded_weights(tmp_path, precision, dtype):
+def test_an_export_in_16_bits_holds_the_rounded_weights(tmp_path):
+    precision, dtype = "bf16", torch.bfloat16  # fp16: test_a_weight_that_fp16_cannot_hold_is_named
     write_ours(make_release("v3"), tmp_path / "ours")
     convert.convert(tmp_path / "ours", tmp_path / "hf", "hf", precision=precision)
     found, source = read_release(tmp_path / "hf"), read_release(tmp_path / "ours")
@@ -150,7 +149,7 @@ def test_a_weight_that_fp16_cannot_hold_is_named(tmp_path):
         release.store_in("fp16")
 
 
-@pytest.mark.parametrize("longest", [3, 64, 100, 129, 130])
+@pytest.mark.parametrize("longest", [3, 64, 129, 130])
 def test_more_buckets_than_distances_are_written_as_a_row_a_distance(
         tmp_path, longest, monkeypatch):
     """transformers divides by log((max - 1) / (buckets / 2)): at 64 to 128 of 256 buckets the
