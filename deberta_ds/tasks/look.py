@@ -23,7 +23,8 @@ def look(task: Task, data: str) -> Iterator[str]:
         try:
             split = read_split(task, data, name, any_size=True, faults=Faults(_EVERY))
         except NoSplitError:
-            yield f"{name}: none"
+            share = task.val_share if name == "val" else 0
+            yield f"{name}: " + (f"{share:.0%} of train (val_share)" if share else "none")
             continue
         train = train or split
         yield f"\n{name}: {split.source}: {len(split.examples):,} examples"
@@ -44,6 +45,7 @@ def _columns(task: Task, name: str) -> Iterator[str]:
     except (UserError, StopIteration):
         return
     names = {task.columns.get(field, field) for field in (*task.texts, *task.choices)}
+    names |= {"is_impossible"} if task.layout == "answers" else set()
     names |= {*task.columns.values(), *task.label_columns}
     yield f"  read: {', '.join(name for name in row if name in names)}"
     if ignored := [name for name in row if name not in names and "." not in name]:

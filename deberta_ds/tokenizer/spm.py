@@ -130,6 +130,9 @@ class SentencePieceEngine:
         value = words.byte_value(self.pieces[number])
         return value is None or bool(words.character_length(value))
 
+    def is_part(self, number: int) -> bool:
+        return words.byte_value(self.pieces[number]) is not None
+
     def readable(self, number: int) -> str:
         return self.pieces[number].replace(words.SPACE_MARK, " ")
 

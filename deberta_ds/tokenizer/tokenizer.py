@@ -173,6 +173,12 @@ class Tokenizer:
         """Return bool[size]: ids that are never masked and never drawn as a replacement."""
         return self._special.copy()
 
+    def is_part(self) -> np.ndarray:
+        """Return bool[size]: ids of bytes that are no whole characters, and all byte tokens of
+        SentencePiece: most text has none of them.
+        """
+        return ~self._special & self._table(self._engine.is_part)
+
     @cached_property
     def _special(self) -> np.ndarray:
         special = np.zeros(self.size, dtype=bool)

@@ -284,6 +284,23 @@ def test_a_remedy_of_a_recipe(tmp_path, monkeypatch, capsys, inputs, options, me
     assert message not in build("b", **remedy)
 
 
+@pytest.mark.parametrize("words", [
+    ("launch/pretrain.py", "--config", ROOT / "launch/runs/v3_base.toml", "--deepspeed_config",
+     ROOT / "ds_configs/zero0_fp32.json", "--check"),
+    ("launch/pretrain.py", "--config", "run.toml", "--deepspeed_config", "ds.json"),
+    ("launch/evaluate.py", "--run", "runs/base"), ("data_prep/verify.py", "corpus/web"),
+    ("data_prep/tokenize_corpus.py", "a.jsonl", "--tokenizer", tokenizer_path(), "--out", "x",
+     "--heldout_out", "y"),
+    ("data_prep/pack.py", "corpus/web", "--tokenizer", "spm.model", "--seq_len", 128),
+    ("data_prep/build.py", "--recipe", "corpus.toml"), ("launch/report.py", "--run", "runs/base"),
+], ids=str)
+def test_a_relative_path_is_named_with_the_folder_where_it_was_looked_for(
+        tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    said = tried(capsys, *words)
+    assert f"(looked in {tmp_path})" in said, said
+
+
 @pytest.mark.parametrize("devices, message, remedy", [
     ("12 x h100", '"2 x 4 x a100"', ("2 x 4 x a100",)), ("4", '"2 cpu"', ("2 cpu",)),
     ("mine", "--tflops (dense, of the run's precision) and --memory_gb", ("mine", 100.0, 80.0)),
