@@ -12,8 +12,9 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -79,14 +80,21 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
             with still_at_work(lambda: "reading the evaluation files"):
                 firsts, searched = _save_grams(out, kinds, words)
             check_unchanged(evaluation)
-            total = _Found()
+            met: set[int] = set()
+            own: set[int] = set()  # by words of their own
+
+            def keep(result: dict) -> dict:
+                own.update(result.pop("own", result["examples"]))  # 0.2.0 has none
+                met.update(result.pop("examples"))  # of each unit they may be all
+                return result
+
             jobs = {name: (str(out), name, unit, read) for name, unit in units.items()}
-            done = run_units(out, search_unit, jobs, workers=workers, label="search", part=part,
-                             keep=total.add)
-            if done is None:
+            results = run_units(out, search_unit, jobs, workers=workers, label="search", part=part,
+                                keep=keep)
+            if results is None:
                 return None
-            check_any_read(total.documents[0], total.unreadable, total.problem)
-            report = _report(list(kinds), firsts, searched, total)
+            check_any_read(results)
+            report = _report(list(kinds), firsts, searched, met, own, results)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
             extents = extents_of(units.values())
@@ -194,7 +202,7 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
     """Write the contaminated documents of one unit; return counts, examples met and samples."""
     numbers = number_of(unit)
     directory = Path(out)
-    tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
+    tables = [_Grams(directory, length) for length in map_array(directory / "lengths.npy").tolist()]
     places: list[tuple[int, int]] = []
     samples: list[dict] = []
     counts: dict = {}
@@ -276,40 +284,18 @@ def hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str
             yield place, example, " ".join(words[place : place + grams.length])
 
 
-@dataclass
-class _Found:
-    """What the units have found: documents [searched, found], how many of them are unreadable and
-    why the first is, examples met (by words of their own), samples.
-    """
-
-    documents: list[int] = field(default_factory=lambda: [0, 0])
-    unreadable: int = 0
-    problem: str = ""
-    examples: set[int] = field(default_factory=set)
-    own: set[int] = field(default_factory=set)
-    samples: list[dict] = field(default_factory=list)
-
-    def add(self, result: dict) -> None:
-        self.documents[0] += result["documents"]
-        self.documents[1] += result["found"]
-        self.unreadable += result["unreadable"]
-        self.problem = self.problem or result["problem"]
-        self.examples.update(result["examples"])
-        self.own.update(result.get("own", result["examples"]))  # of version 0.2.0
-        self.samples += result["samples"][: _SHOWN - len(self.samples)]
-
-
-def _report(names: list[str], firsts: list[int], searched: list[list[int]], total: _Found
-            ) -> Contamination:
+def _report(names: list[str], firsts: list[int], searched: list[list[int]], met: set[int],
+            own: set[int], results: list[dict]) -> Contamination:
     examples = {name: [count, 0, of - count, 0] for name, (count, of) in zip(
         names, searched, strict=True)}
-    for example in total.examples:
+    for example in met:
         counts = examples[names[bisect_right(firsts, example) - 1]]
         counts[1] += 1
-        counts[3] += example not in total.own
+        counts[3] += example not in own
     samples = []
-    for sample in total.samples:
+    for sample in islice(chain.from_iterable(one["samples"] for one in results), _SHOWN):
         file = bisect_right(firsts, sample["example"]) - 1
         place = f"{names[file]}, example {sample['example'] - firsts[file]}"
         samples.append(sample | {"example": place})
-    return Contamination(examples, total.documents, samples)
+    documents = [sum(one[key] for one in results) for key in ("documents", "found")]
+    return Contamination(examples, documents, samples)
