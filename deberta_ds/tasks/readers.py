@@ -198,7 +198,11 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
             f"{official}: the file is truncated or of another release. Fetch it again, or pass "
             "--any_size if this is a sample on purpose")
     if "gender_parity" in task.metrics:
-        _check_pairs(examples)
+        for first, second in zip(examples[0::2], [*examples[1::2], None], strict=False):
+            if second is None or first.sequences[0][1] != second.sequences[0][1]:  # no pair
+                raise UserError(
+                    f"{first.place}: this line and the next must be a pair with one hypothesis; a "
+                    "line is missing or out of order, fetch the file again")
     return Split(task, source, tuple(examples), "; ".join(filter(None, notes)))
 
 
@@ -231,14 +235,6 @@ def check_targets(split: Split) -> None:
         return
     raise UserError(f"{split.source}: not a single target in {len(labels)} rows: {problem}; give "
                     "more rows, or look at the label column")
-
-
-def _check_pairs(examples: list[Example]) -> None:
-    """Raise UserError unless lines 2k and 2k+1 are minimal pairs: gender parity compares them."""
-    for first, second in zip(examples[0::2], [*examples[1::2], None], strict=False):
-        if second is None or first.sequences[0][1] != second.sequences[0][1]:
-            raise UserError(f"{first.place}: this line and the next must be a pair with one "
-                            "hypothesis; a line is missing or out of order, fetch the file again")
 
 
 def has_split(task: Task, data: str | Path, split: str) -> bool:

@@ -24,7 +24,11 @@ def write_tokenizer_json(tokenizer: Tokenizer, out: Path, max_length: int = _LON
     if text is None:
         specification = tokenizer.specification
         assert specification is not None, "the text of a SentencePiece model is given"
-        parts = {"added_tokens": _with_roles(tokenizer, specification)} | framing(tokenizer)
+        added = list(specification["added_tokens"])
+        known = {token["content"] for token in added}  # others stand in the vocabulary alone
+        added += [special_token(name, tokenizer.special_ids[role], role == "mask")
+                  for role, name in tokenizer.special_names.items() if name not in known]
+        parts = {"added_tokens": sorted(added, key=lambda token: token["id"])} | framing(tokenizer)
         text = json.dumps(specification | parts, ensure_ascii=False) + "\n"
     write_atomic(out / JSON, text)
     names = {f"{role}_token": name for role, name in tokenizer.special_names.items()}
@@ -46,16 +50,6 @@ def special_token(name: str, number: int, is_mask: bool) -> dict:
     """
     return {"id": number, "content": name, "single_word": False, "lstrip": is_mask,
             "rstrip": False, "normalized": False, "special": True}
-
-
-def _with_roles(tokenizer: Tokenizer, specification: dict) -> list[dict]:
-    """Return the added tokens, with the special tokens that stand in the vocabulary alone."""
-    added = list(specification["added_tokens"])
-    known = {token["content"] for token in added}
-    for role, name in tokenizer.special_names.items():
-        if name not in known:
-            added.append(special_token(name, tokenizer.special_ids[role], role == "mask"))
-    return sorted(added, key=lambda token: token["id"])
 
 
 def framing(tokenizer: Tokenizer) -> dict:

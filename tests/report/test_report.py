@@ -344,9 +344,9 @@ def test_damaged_input_is_named(tmp_path, file, content, words):
 
 
 def test_missing_files_and_full_disks_are_named(tmp_path):
-    with pytest.raises(UserError, match="metrics.jsonl: no such file"):
+    with pytest.raises(UserError, match="metrics.jsonl: No such file"):
         run_pages.write_runs(tmp_path / "report.html", [tmp_path])
-    with pytest.raises(UserError, match="results.json: no such file"):
+    with pytest.raises(UserError, match="results.json: No such file"):
         run_pages.write_sweep(tmp_path / "report.html", [tmp_path])
     run = make_run(tmp_path / "demo")
     with pytest.raises(OSError, match="/proc/none"):  # errors.exit_cleanly names it
