@@ -47,7 +47,7 @@ from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.settings import Settings, resolve
 from deberta_ds.tasks.tables import Faults
 from deberta_ds.tasks.task import TASK_NAMES, TEST, Task, diagnostics_of
-from deberta_ds.tokenizer import Tokenizer, unknown_pieces
+from deberta_ds.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.training.inputs import Input
 
 _BLOCK_ROWS = 4096
@@ -336,7 +336,7 @@ def _unlike(split: Split, start: Start, settings: Settings, cut: int, windowed: 
     if cut or windowed:
         yield (f"of {count} examples {cut} were cut at {settings.max_length} tokens, {windowed} "
                "read in windows")
-    if lost := unknown_pieces(unknown, tokens):
+    if lost := unknown_tokens(unknown, tokens):
         yield f"{lost}; {start.name} was not trained on text like this"
     if special := count_special(split.examples, start.tokenizer):
         yield (f"{special} of {count} examples have a special token, such as [SEP], in their text: "

@@ -140,7 +140,7 @@ def _with_choices(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
                         "0; say in the task file whether they are counted from 1 (first_answer = 1)"
                         " or from 0 (first_answer = 0)")
     shown = ", ".join(f"{form} ({number})" for form, number in forms.items())
-    said = f"{count} answers, the right one is said by {shown}"
+    said = f"{count} answers, the right one is said by {shown or 'no label'}"
     if doubtful:
         said += (f"; in {doubtful} rows the label is the text of another answer: the number or "
                  "letter counts")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, looked_in
 from deberta_ds.base.files import write_atomic
 from deberta_ds.cluster import dist
 from deberta_ds.files.inputs import open_stream, revision_of, suffix_of
@@ -61,7 +61,7 @@ def each_row(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int 
         raise UserError(f"{path}: is a directory; name a table in it, or several by a pattern, "
                         f"such as {path}/train-*.parquet")
     elif not path.is_file():
-        raise UserError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file{looked_in(path)}")
     else:
         stamp = stamp_of(os.stat(path))
         try:

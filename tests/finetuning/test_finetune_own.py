@@ -311,12 +311,13 @@ def test_text_that_the_tokenizer_does_not_know_is_named(process_group, tmp_path,
     tokenizer = Tokenizer(directory_of("bert"))
     start = dataclasses.replace(tiny_start(), tokenizer=tokenizer, config=dataclasses.replace(
         tiny_start().config, vocab_size=tokenizer.size))
-    rows = [row | {"words": "ያልታወቀ ጽሑፍ"} for row in rows_of("classification", 8)]
+    rows = [row | {"words": "ያልታወቀ [SEP] ጽሑፍ"} for row in rows_of("classification", 8)]
     said = []
     train(write_task(tmp_path, "classification", rows, "epochs = 1"), tmp_path / "out", start=start,
           say=said.append)
-    (unknown,) = {line for line in said if "unknown pieces" in line}
+    (unknown,) = {line for line in said if "tokens are unknown" in line}
     assert "train.jsonl" in unknown and "random:tiny was not trained on text like this" in unknown
+    assert any("8 of 8 examples have a special token, such as [SEP]" in line for line in said)
     saved = load_finetuned(tmp_path / "out" / "mine" / "seed-1" / "model")
     predict(saved, tmp_path / "train.jsonl", tmp_path / "out.jsonl")
-    assert "unknown pieces" in capsys.readouterr().err
+    assert "tokens are unknown" in capsys.readouterr().err
