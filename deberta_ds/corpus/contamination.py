@@ -41,6 +41,7 @@ from deberta_ds.files.tables import TABLE_KINDS, read_table, text_lines
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, WORD, BadTextError, normalise
 
 SHORTEST = 8  # words: shorter strings are everywhere
+MANY = 10  # examples
 REPORT = "report.json"
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial that hashes an n-gram
 _BATCH_WORDS = 1 << 16
@@ -51,8 +52,9 @@ _SAMPLES, _SHOWN = 5, 100  # documents shown of each unit, and in all
 @dataclass(frozen=True)
 class Contamination:
     """`examples` {evaluation file: [examples long enough to be searched, examples found, those that
-    are too short]} (version 0.2.0 wrote two numbers), `documents` [searched, found], `samples` of
-    what was found: place, evaluation file, words.
+    are too short, those found by words alone that more than MANY examples have, such as a licence]}
+    (version 0.2.0 wrote two numbers), `documents` [searched, found], `samples` of what was found:
+    place, evaluation file, words.
     """
 
     examples: dict[str, list[int]]
@@ -79,8 +81,10 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
                 firsts, searched = _save_grams(out, kinds, words)
             check_unchanged(evaluation)
             met: set[int] = set()
+            own: set[int] = set()  # by words of their own
 
             def keep(result: dict) -> dict:
+                own.update(result.pop("own", result["examples"]))  # 0.2.0 has none
                 met.update(result.pop("examples"))  # of each unit they may be all
                 return result
 
@@ -90,7 +94,7 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
             if results is None:
                 return None
             check_any_read(results)
-            report = _report(list(kinds), firsts, searched, met, results)
+            report = _report(list(kinds), firsts, searched, met, own, results)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
             extents = extents_of(units.values())
@@ -214,8 +218,9 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
                                 "words": matching})
     pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
     save_found(out, name, pairs[:, 0], pairs[:, 1])
-    examples = set().union(*(grams.examples_met() for grams in tables))
-    return counts | {"found": len(places), "examples": sorted(examples), "samples": samples}
+    examples, own = (sorted(set().union(*(grams.examples_met(most) for grams in tables)))
+                     for most in (1 << 62, MANY))
+    return counts | {"found": len(places), "examples": examples, "own": own, "samples": samples}
 
 
 def _batches(source: Iterable[Document]
@@ -263,12 +268,12 @@ class _Grams:
         self._met.update(index[is_there].tolist())
         return likely[is_there].tolist(), self.owners[index[is_there]].tolist()
 
-    def examples_met(self) -> set[int]:
-        """Return the examples of all n-grams that were found."""
+    def examples_met(self, most: int) -> set[int]:
+        """Return the examples of all n-grams that were found and at most `most` examples have."""
         firsts = np.array(sorted(self._met), np.int64)
         lasts = np.searchsorted(self.hashes, self.hashes[firsts], "right").tolist()
         return {example for first, last in zip(firsts.tolist(), lasts, strict=True)
-                for example in self.owners[first:last].tolist()}
+                if last - first <= most for example in self.owners[first:last].tolist()}
 
 
 def hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str]]:
@@ -280,11 +285,13 @@ def hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str
 
 
 def _report(names: list[str], firsts: list[int], searched: list[list[int]], met: set[int],
-            results: list[dict]) -> Contamination:
-    examples = {name: [count, 0, of - count] for name, (count, of) in zip(
+            own: set[int], results: list[dict]) -> Contamination:
+    examples = {name: [count, 0, of - count, 0] for name, (count, of) in zip(
         names, searched, strict=True)}
     for example in met:
-        examples[names[bisect_right(firsts, example) - 1]][1] += 1
+        counts = examples[names[bisect_right(firsts, example) - 1]]
+        counts[1] += 1
+        counts[3] += example not in own
     samples = []
     for sample in islice(chain.from_iterable(one["samples"] for one in results), _SHOWN):
         file = bisect_right(firsts, sample["example"]) - 1

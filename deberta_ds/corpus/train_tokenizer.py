@@ -249,7 +249,7 @@ def _train_unigram(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, sy
         except RuntimeError as error:
             if failed:  # SentencePiece words it again
                 raise failed[0] from None
-            raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
+            raise UserError(f"SentencePiece cannot make {pieces:,} subwords from this sample; "
                             f"{_remedy(str(error))}") from error
     proto = model_proto(model.getvalue(), out)
     write_atomic(out, _finished(proto, has_rules=not (named or wanted.lower_case)))
@@ -331,7 +331,7 @@ def _train_fast(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, symbo
     if made != pieces:
         remedy = f"fewer with --vocab_size {made}, or give more text" if made < pieces else \
             f"--vocab_size {made}: its characters alone are as many"
-        raise UserError(f"`tokenizers` makes {made:,} of {pieces:,} pieces from this sample; ask "
+        raise UserError(f"`tokenizers` makes {made:,} of {pieces:,} subwords from this sample; ask "
                         f"for {remedy}")
     parts = json.loads(fast.to_str())
     parts["added_tokens"] = parts["added_tokens"][:len(SPECIAL_PIECES)]  # bytes are pieces

@@ -162,7 +162,8 @@ def test_the_scripts(corpus, tmp_path):
     printed = run_main("data_prep/find.py", corpus, "--seq_len", 64, "--row", 0)
     name = printed.split()[2]
     assert name.startswith("doc-")
-    assert "rows 0" in run_main("data_prep/find.py", corpus, "--seq_len", 64, "--document", name)
+    found = run_main("data_prep/find.py", corpus, "--seq_len", 64, "--document", name)
+    assert "sequences 0" in found
     (tmp_path / "ids").write_text(name + "\n")
     printed = run_main("data_prep/take_down.py", corpus, "--out", tmp_path / "new", "--tokenizer",
                        tokenizer_path(), "--documents_from", tmp_path / "ids", "--workers", 1)

@@ -14,7 +14,7 @@ from data_helpers import flip_a_bit, run_main
 from launching import ROOT
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.objective import MaskConfig, ObjectiveConfig
 from deberta_ds.config.run_config import ConfigError, SourceConfig, load
 from deberta_ds.corpus import replacements
 from deberta_ds.corpus.replacements import Recipe, replace_corpus
@@ -124,11 +124,21 @@ def test_shards_keep_no_maps_and_few_descriptors(stored, monkeypatch):
             assert ((row.labels >= 0) == is_target).all()
 
 
+def test_what_0_2_0_wrote_is_read_by_its_names(stored, tmp_path):
+    shutil.copytree(stored["heldout"], tmp_path / "old")
+    for number in (0, 1):
+        (tmp_path / f"old/sample-{number}").rename(tmp_path / f"old/draw-{number}")
+    new, old = dataset_of(stored["heldout"]), dataset_of(tmp_path / "old")
+    assert all((new[g].input_ids == old[g].input_ids).all() for g in range(4))
+    values = {"kind": "rtd_cached", "sample_by": "course"}
+    assert ObjectiveConfig(**values).sample_by == "run"
+
+
 def test_draws_follow_the_epoch_or_the_course_of_the_run(stored):
     by_epoch = dataset_of(stored["heldout"])
     rows = by_epoch.num_rows[str(TINY / "heldout")]
     assert [by_epoch.draw(epoch * rows) for epoch in range(5)] == [0, 1, 0, 1, 0]
-    by_course = dataset_of(stored["heldout"], sample_by="course", rows_of_run=10)
+    by_course = dataset_of(stored["heldout"], sample_by="run", rows_of_run=10)
     assert [by_course.draw(g) for g in range(10)] == [0] * 5 + [1] * 5
 
 
