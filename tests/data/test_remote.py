@@ -310,7 +310,7 @@ def test_each_try_waits_twice_as_long_as_the_last(monkeypatch):
     waits.clear()
     with pytest.raises(UserError, match="a/b: cannot be written"):
         remote.put(None, "a/b", b"")
-    assert waits == [0.1 * 2**number for number in range(7)]
+    assert waits == [0.05 * 2**number for number in range(7)]
 
 
 def test_the_blocks_written_first_make_room_until_a_fifth_is_free(tmp_path):
