@@ -6,6 +6,8 @@ import os
 import pickle
 import re
 import resource
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,17 +17,17 @@ from data_helpers import (
     make_corpus,
     random_documents,
     tiny_tokenizer,
+    tokenizer_path,
 )
+from launching import ROOT
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import xxh3
-from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
 from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, eval_sequences
 
 SEQ_LEN = 64
@@ -276,23 +278,35 @@ def test_small_plans_are_read_once_and_others_a_part_at_a_time(corpus, monkeypat
     assert reading.SmallFiles.room_bytes == before
 
 
+MANY_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from deberta_ds.config.run_config import SourceConfig
+from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.rows import RowDataset
+from deberta_ds.tokenizer import Tokenizer
+sources = [SourceConfig(path=path) for path in sys.argv[2:]]
+dataset = RowDataset(sources, Tokenizer(sys.argv[1]), seq_len=64, seed=0, mask=MaskConfig())
+for workers in (0, 2):
+    batches = build_loader(dataset, stretches=[Stretch(0, 8, 20)], micro_batch_size=4, rank=0,
+                           world_size=1, num_workers=workers)
+    print(sum(int(batch.input_ids.sum()) for batch in batches))
+"""
+
+
 def test_more_files_than_descriptors(tmp_path):
     """Several sources under a low `ulimit -n`: an error, or with workers a wait for ever."""
     tokens = [[10 + n % 50] * 40 for n in range(60)]
-    paths = [make_corpus(tmp_path / name, tokens, tiny_tokenizer(), (64,), shards=30)
+    paths = [str(make_corpus(tmp_path / name, tokens, tiny_tokenizer(), (64,), shards=30))
              for name in ("a", "b", "c")]
-    if not (child := os.fork()):
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-            reading.kept_open.cache_clear()
-            reading.most_open_files.cache_clear()
-            sums = [sum(int(batch.input_ids.sum()) for batch in build_loader(
-                dataset_of(*paths), stretches=[Stretch(0, 8, 20)], micro_batch_size=4, rank=0,
-                world_size=1, num_workers=workers)) for workers in (0, 2)]
-            os._exit(sums[0] != sums[1])
-        finally:  # a second pytest would go on
-            os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+    command = [sys.executable, "-c", MANY_FILES, tokenizer_path(), *paths]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split()
+    assert first == second
 
 
 @pytest.mark.parametrize("soft, hard, kept", [
