@@ -74,7 +74,7 @@ setup(
     ],
     extras_require=EXTRAS | {
         "docs": ["mkdocs", "mkdocs-material", "mkdocstrings[python]"],
-        "dev": ["mypy", "pytest", "pytest-xdist", "hypothesis", "ruff", "scikit-learn", "seqeval",
-                "torchmetrics"],
+        "dev": ["mypy", "pytest", "pytest-xdist", "hypothesis", "ruff", "scikit-learn",
+                "seqeval"],
     },
 )

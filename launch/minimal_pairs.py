@@ -24,7 +24,7 @@ def load(path: str):
     import torch
 
     from deberta_ds.cluster import dist
-    from deberta_ds.cluster.driver import count_gpus
+    from deberta_ds.engine.gpus import count_gpus
     from deberta_ds.release.reader import load_backbone
 
     gpus = count_gpus()
@@ -56,15 +56,15 @@ def main() -> None:
 
     from deberta_ds.base.files import write_atomic
     from deberta_ds.cluster import dist
+    from deberta_ds.cluster.dist import check_alike
     from deberta_ds.cluster.launcher import rank_variables
     from deberta_ds.evaluate import pair_scores
     from deberta_ds.release.reader import checkpoint_of
     from deberta_ds.report.pages import render
-    from deberta_ds.training.join import check_alike
     from deberta_ds.training.pairs import read_pairs, sample_pairs
 
     if (rank_variables(os.environ) | os.environ).get("WORLD_SIZE") != "1":  # None: MPI knows it
-        from deberta_ds.training.join import join
+        from deberta_ds.training.start import join
 
         join({f"--{name}": value for name, value in vars(options).items() if name != "local_rank"})
     # Of a run in training there may be a newer checkpoint a moment later.

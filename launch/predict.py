@@ -43,7 +43,7 @@ def main() -> None:
     from deberta_ds.finetuning.directory import Finetuned, find_finetuned, load_finetuned
     from deberta_ds.finetuning.predict_file import predict_file
     from deberta_ds.tasks.settings import check_truncation
-    from deberta_ds.training.join import join
+    from deberta_ds.training.start import join
 
     join({f"--{name}": value for name, value in vars(given).items() if name != "local_rank"})
 

@@ -8,6 +8,7 @@ its traceback. Classes of other libraries are known by name, so that nothing hea
 import atexit
 import errno
 import os
+import re
 import signal
 import stat
 import sys
@@ -196,8 +197,12 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     signal.default_int_handler(number, frame)
 
 
+def _dist() -> Any:
+    return sys.modules.get("deberta_ds.cluster.dist")  # not imported here: it imports torch
+
+
 def _has_gloo_threads() -> bool:
-    dist = sys.modules.get("deberta_ds.cluster.dist")  # not imported here: it imports torch
+    dist = _dist()
     return dist is not None and dist.has_gloo_threads()
 
 
@@ -245,7 +250,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt) or _interrupts:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
-    alarm = sys.modules.get("deberta_ds.cluster.alarm")  # not imported here: it imports torch
+    dist = _dist()
     unnamed = isinstance(error, OSError) and not error.filename  # a write to a file that was open
     output_problem = _output_problem() if unnamed else None
     if isinstance(output_problem, BrokenPipeError):  # as in `show.py ... | head -1`
@@ -253,20 +258,20 @@ def _report(error: BaseException) -> int:
     message = _system_message(output_problem, "standard output") if output_problem \
         else user_message(error)
     if message is None:
-        if alarm and alarm.was_heard():  # a collective that another rank has left
+        if dist and dist.heard_alarm():  # a collective that another rank has left
             return EXIT_USER_ERROR
-        if alarm:
-            alarm.sound(f"{type(error).__name__}: {first_line(error)}")
+        if dist:
+            dist.sound_alarm(f"{type(error).__name__}: {first_line(error)}")
         raise error
     if sys.flags.dev_mode:
         traceback.print_exception(error)
     on_every_rank = getattr(error, "on_every_rank", False)
     is_said = os.environ.get("RANK", "0") != "0" if on_every_rank else (
-        alarm and not alarm.is_first())
+        dist and not dist.is_first_to_fail())
     if not is_said:
         print(f"error: {as_typed(message)}", file=sys.stderr, flush=True)
-    if alarm:
-        alarm.sound(message)
+    if dist:
+        dist.sound_alarm(message)
     return EXIT_USER_ERROR
 
 
@@ -290,7 +295,7 @@ def _system_message(error: OSError, path) -> str:
 
 def looked_in(path: Any) -> str:
     """Return where a relative path was looked for, which depends on where a command is started."""
-    is_relative = path and "://" not in str(path) and not os.path.isabs(str(path))
+    is_relative = path and not re.match(r"/|[a-z0-9+]+:", str(path))
     return f" (looked in {os.getcwd()})" if is_relative else ""
 
 

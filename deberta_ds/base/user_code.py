@@ -12,7 +12,7 @@ import re
 import site
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -145,3 +145,56 @@ def _is_installed(file: str) -> bool:
     path = os.path.realpath(file)
     roots = {sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), *site.getsitepackages()}
     return any(path.startswith(os.path.realpath(root) + os.sep) for root in roots)
+
+
+# The parts of a run that may be code of one's own (docs/how-to/extend.md): how they are called.
+_TAKES = {
+    "optim.schedule": ("step", "total_steps", "optim"),
+    "optim.name": ("groups", "optim"),
+    "objective.mask.selection": ("ids", "starts", "lengths", "budget", "rng"),
+    "evaluate.metrics": ("total", "per_token"),
+    "log.callbacks": ("record",),
+}
+
+
+def function(key: str, value: str) -> Callable:
+    """Return the function that `value` of the option `key` names; UserError if it cannot be."""
+    return load(key, value, _TAKES[key])
+
+
+def problems(run: Any) -> list[str]:
+    """Return what is wrong with a run's functions; its objective says so by itself."""
+    found = []
+    for key, value in (*_functions(run), *(("log.callbacks", one) for one in run.log.callbacks)):
+        try:
+            function(key, value)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def digests(run: Any) -> dict[str, str]:
+    """Return {FILE.py:NAME: sha256 of the file} of all code of one's own that a run uses."""
+    used = _functions(run)
+    if is_own(run.objective.kind):
+        used.append(("objective.kind", run.objective.kind))
+    return {value: digest(key, value) for key, value in used}
+
+
+def check_same(run: Any, known: Mapping[str, str], place: str) -> None:
+    """Raise UserError if code of one's own that decides what a model computes or is scored by is
+    not what it was when the checkpoint at `place` was saved, with the digests `known`.
+    """
+    unused = (run.optim.schedule, run.optim.name)  # of training alone
+    for value, digest in digests(run).items():
+        if value not in unused and known.get(value, digest) != digest:
+            raise UserError(f"{split(value)[0]}: has changed since {place} was saved (sha256 "
+                            f"{known[value][:12]}..., now {digest[:12]}...); put the former file "
+                            "there")
+
+
+def _functions(run: Any) -> list[tuple[str, str]]:
+    used = [("optim.schedule", run.optim.schedule), ("optim.name", run.optim.name),
+            ("objective.mask.selection", run.objective.mask.selection),
+            *(("evaluate.metrics", value) for value in run.evaluate.metrics)]
+    return [(key, value) for key, value in used if is_own(value)]

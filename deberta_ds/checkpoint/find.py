@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, listed, naming
 from deberta_ds.base.files import xxh3
 from deberta_ds.base.json_files import parse_json, read_json
@@ -36,7 +37,6 @@ from deberta_ds.checkpoint.run_record import (
 )
 from deberta_ds.checkpoint.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.cluster import dist
-from deberta_ds.config import user_functions
 from deberta_ds.config.model import computed_anywhere
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine.ds_config import precision, zero_stage
@@ -60,14 +60,11 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint to resume from, and the newer ones that are not whole, with the reason."""
+    """The checkpoint to resume from; `warnings` name newer ones that are not whole, and why."""
 
     path: Path | None
-    skipped: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     begun_from: str = ""  # the PATH of --resume from which the run began
-
-    def warnings(self) -> list[str]:
-        return [f"WARNING: checkpoint skipped: {line}" for line in self.skipped]
 
 
 def path_of(out_dir: str | Path, step: int) -> Path:
@@ -158,7 +155,7 @@ def find(out_dir: str | Path, resume: str) -> Found:
         problems = problems_of(path)
         if not problems:
             said = dist.from_main(lambda path=path: _recorded(path, "begun_from"))
-            return Found(path, tuple(skipped), begun_from or said or "")
+            return Found(path, warnings_of(skipped), begun_from or said or "")
         skipped.append(f"{path}: {listed(problems)}")
     if begun_from:
         if of_a_run := dist.from_main(lambda: list_finished(place)):
@@ -167,7 +164,11 @@ def find(out_dir: str | Path, resume: str) -> Found:
     if dist.from_main(lambda: list_finished(out_dir)):
         raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(skipped)
                               + "\n  delete them to start from step 0")
-    return Found(None, tuple(skipped))
+    return Found(None, warnings_of(skipped))
+
+
+def warnings_of(skipped: list[str]) -> tuple[str, ...]:
+    return tuple(f"WARNING: checkpoint skipped: {line}" for line in skipped)
 
 
 def _begun_from(out_dir: str | Path, place: str) -> list[Path]:
@@ -275,7 +276,7 @@ def _load_whole_state(path: Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
     record = read_run_record(path)
     run = record.run(path / RUN_FILE)
-    user_functions.check_same(run, record.content_hashes, str(path))
+    user_code.check_same(run, record.content_hashes, str(path))
     state = SavedState(path)
     _check_model(run, state, path)
     whole = {name: state.read_whole(name) for name in state.shapes}

@@ -3,17 +3,22 @@
 Everything also works in a single process that never initialized a process group.
 """
 
+import hashlib
+import json
 import os
 import socket
 import threading
+import time
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError, user_message
-from deberta_ds.cluster import alarm
+from deberta_ds.base.errors import EXIT_USER_ERROR, UserError, listed, user_message
+from deberta_ds.config.options import ConfigError
 
 _left_gloo = False
 
@@ -169,7 +174,7 @@ def destroy() -> None:
     global _left_gloo
     if is_distributed():
         barrier()
-        alarm.end()
+        end_alarm()
         _left_gloo = has_gloo_threads()
         torch_dist.destroy_process_group()
 
@@ -180,3 +185,102 @@ def has_gloo_threads() -> bool:
     Of a rank alone they are not, and it may be part of another program.
     """
     return _left_gloo or world_size() > 1 and torch_dist.get_backend() == "gloo"
+
+
+def check_alike(values: dict[str, Any]) -> None:
+    """Raise ConfigError on every rank, with the differences, unless all ranks have `values`."""
+    text = json.dumps(values, sort_keys=True, default=str)
+    if len(set(gather_objects(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    mine, first = json.loads(text), json.loads(broadcast_object(text))
+    lines = [f"rank {rank()} on {socket.gethostname()}: {key} = {mine.get(key, 'not set')!r}, "
+             f"on rank 0 {first.get(key, 'not set')!r}"
+             for key in sorted(mine.keys() | first.keys()) if mine.get(key) != first.get(key)]
+    found = [line for part in gather_objects(lines) for line in part]
+    raise ConfigError("the ranks of this job are not one run: another job may use its port, or a "
+                      "node has other files or options. Start all ranks with the same: "
+                      + listed(found))
+
+
+# Before training, a rank that fails ends all ranks within seconds: none waits for one that left.
+#
+# `together` lets all ranks raise what one of them found. This is for what fails elsewhere, while
+# the others may be in any collective: the rank writes its message to the group's store, where a
+# thread of each rank looks twice a second.
+_LOOK_SECONDS = 0.5
+_LEAVE_SECONDS = 1.0  # for a rank that has heard to end by itself
+_WAIT_SECONDS = 4.0  # for all to hear: the store may be in this process
+_FAILED, _KNOW, _FIRST = (f"deberta_ds/{name}" for name in ("failed", "know", "first"))
+
+
+class Alarm:
+    """What one rank hears and says of failures, between `begin_alarm` and `end_alarm`."""
+
+    def __init__(self):
+        # A connection of its own: the group's may be waiting.
+        self.store = torch_dist.distributed_c10d._get_default_store().clone()
+        self._rank, self._num_ranks = torch_dist.get_rank(), torch_dist.get_world_size()
+        self.ended, self.heard = threading.Event(), threading.Event()
+        threading.Thread(target=self._listen, name="alarm", daemon=True).start()
+
+    def sound(self, text: str, code: int) -> None:
+        """Let the other ranks end with `code`, and wait until they know."""
+        if self.ended.is_set() or self.heard.is_set():
+            return
+        self.ended.set()
+        with suppress(RuntimeError):  # torch's: the store is gone
+            self.store.set(_FAILED, f"{code} rank {self._rank} on {socket.gethostname()}: {text}")
+            self.store.add(_KNOW, 1)
+            self._wait()
+
+    def _wait(self) -> None:
+        until = time.monotonic() + _WAIT_SECONDS
+        while self.store.add(_KNOW, 0) < self._num_ranks and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def _listen(self) -> None:
+        with suppress(RuntimeError):
+            while not self.ended.wait(_LOOK_SECONDS):
+                if self.store.check([_FAILED]):
+                    self.heard.set()
+                    self.store.add(_KNOW, 1)
+                    time.sleep(_LEAVE_SECONDS)
+                    if self._rank == 0:
+                        self._wait()
+                    os._exit(int(self.store.get(_FAILED).split()[0]))
+
+
+_alarm: Alarm | None = None
+
+
+def begin_alarm() -> None:
+    """Listen from now on; call on every rank when the group is there."""
+    global _alarm
+    if _alarm is None and torch_dist.get_world_size() > 1:
+        _alarm = Alarm()
+
+
+def end_alarm() -> None:
+    """Training begins, where the watchdog sees who fails, or the group ends."""
+    global _alarm
+    if _alarm:
+        _alarm.ended.set()
+    _alarm = None
+
+
+def is_first_to_fail() -> bool:
+    """Return whether no other rank has failed before; call it once, before `sound_alarm`."""
+    with suppress(RuntimeError):
+        return _alarm is None or _alarm.store.add(_FIRST, 1) == 1
+    return True
+
+
+def sound_alarm(text: str, code: int = EXIT_USER_ERROR) -> None:
+    """Tell the other ranks, if they do not know, that this one fails, and all end with `code`."""
+    if _alarm:
+        _alarm.sound(text, code)
+
+
+def heard_alarm() -> bool:
+    """Return whether another rank has failed, so that an error of this one is its echo."""
+    return _alarm is not None and _alarm.heard.wait(3 * _LOOK_SECONDS)

@@ -6,9 +6,6 @@ variables are translated here, so that neither MPI nor PMIx is needed inside the
     mpirun (Open MPI)   OMPI_COMM_WORLD_*; on several nodes also MASTER_ADDR (-x), or mpi4py
     srun                SLURM_*; the first node of the step leads
     none                a job of one rank
-
-And is the launcher still there? DeepSpeed's ends on SIGTERM without a word to its ranks, which
-would train on as orphans; any launcher may be killed.
 """
 
 import ipaddress
@@ -18,10 +15,8 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from importlib import util
-from pathlib import PurePath
 
 from deberta_ds.base.errors import UserError, first_line
-from deberta_ds.cluster import process
 
 # What a launcher or a shell says in environment variables: read strictly, before anything waits.
 #
@@ -113,65 +108,6 @@ def _is_known_host(name: str) -> bool:
 
 
 _ALONE = dict(zip(RANK_VARIABLES, ("0", "1", "0", "127.0.0.1", "0"), strict=True))
-_PROGRAMS = {"deepspeed", "ds", "torchrun", "torchrun_elastic.py", "mpirun", "mpiexec", "orterun",
-             "orted", "prterun", "prted", "mpiexec.hydra", "hydra_pmi_proxy", "slurmstepd"}
-_MODULES = {"deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run",
-            "torch.distributed.launch"}
-_SHELLS = {"sh", "bash", "dash", "zsh"}
-
-
-class Launcher:
-    """The processes between this one and the topmost launcher above it; none without a launcher.
-
-    What stands higher (a shell, a terminal, nohup) may end, and the run goes on.
-    """
-
-    def __init__(self):
-        ancestors = _ancestors()
-        launchers = [index for index, (_, words) in enumerate(ancestors) if is_launcher(words)
-                     or index == 0 and words[:1] and PurePath(words[0]).name == "timeout"]
-        top = launchers[-1] + 1 if launchers else 0
-        # pdsh has no process on this host but the ssh session, which has no terminal.
-        above = [index for index, (_, words) in enumerate(ancestors[top:], start=top)
-                 if words[:1] and PurePath(words[0]).name.lstrip("-") not in _SHELLS]
-        if launchers and above and ancestors[above[0]][1][0].endswith("@notty"):
-            top = above[0] + 1
-        self._watched = ancestors[:top]
-
-    def gone(self) -> str:
-        """Return the name and pid of a launcher process that has ended, or ""."""
-        for ancestor, words in self._watched:
-            if not ancestor.lives():
-                return f"{_title(words)}, pid {ancestor.pid}"
-        return ""
-
-
-def is_launcher(words: list[str]) -> bool:
-    """Return whether a command line is that of a known launcher."""
-    if words[:1] and words[0].startswith("slurmstepd:"):
-        return True
-    programs = {PurePath(word).name for word in words[:1]}
-    if words[:1] and PurePath(words[0]).name.startswith("python"):
-        script = next((word for word in words[1:] if not word.startswith("-")), "")
-        programs.add(PurePath(script).name)
-    if "-m" in words[1:4]:
-        position = words.index("-m")
-        return len(words) > position + 1 and words[position + 1] in _MODULES
-    return not _PROGRAMS.isdisjoint(programs)
-
-
-def _ancestors() -> list[tuple[process.Process, list[str]]]:
-    """Return (process, its command line) of the parent, its parent, and so on."""
-    found, current = [], process.look()
-    while current is not None and (current := process.look(current.parent)):
-        found.append((current, process.command_line(current.pid)))
-    return found
-
-
-def _title(words: list[str]) -> str:
-    names = [PurePath(word).name for word in words]
-    known = [name for name in names[:4] if name in _PROGRAMS | _MODULES]
-    return (known or names or ["its parent"])[0]
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:

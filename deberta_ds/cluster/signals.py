@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 
 from deberta_ds.base.errors import EXIT_INTERRUPTED, tell
 from deberta_ds.base.files import write_atomic
-from deberta_ds.cluster.launcher import Launcher
+from deberta_ds.cluster.process import Launcher
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 1.0  # between two looks for the launcher

@@ -92,8 +92,7 @@ class DataConfig:
                                            "other (as in the official code)", False)
     verify: Literal["sizes", "full"] = option("what is checked of the shards at the start; full: "
                                               "checksums too", "sizes")
-    workers: int = option("loader processes per rank; 0: load in the training process", 1, ge=0,
-                          le=256)
+    workers: int = option("loader processes per rank; 0: the rank itself loads", 1, ge=0, le=256)
 
     def __post_init__(self):
         for name in self.heldout_corpora if isinstance(self.heldout, dict) else ():
@@ -148,8 +147,7 @@ class OptimConfig:
         "warm-up and decay, FILE.py:NAME", "linear")
     decay_share: float = option("wsd, wsd_sqrt: share of all steps in which the learning rate "
                                 "decays, at the end; 1: a decay branch", 0.1, gt=0, le=1)
-    min_learning_rate_share: float = option("final learning rate, as a share of learning_rate", 0.0,
-                                            ge=0, le=1)
+    min_learning_rate_share: float = option("last share of learning_rate", 0.0, ge=0, le=1)
 
 
 PROFILE_AFTER = 5  # steps in which kernels are compiled and memory is found
@@ -265,6 +263,8 @@ class LogConfig:
 
     wandb: str = option("project of Weights & Biases (needs wandb); empty: none", "")
     mlflow: str = option("experiment of MLflow (needs mlflow-skinny); empty: none", "")
+    callbacks: tuple[Annotated[str, OneOfOrOwn()], ...] = option(
+        "functions of one's own; each gets every train and eval record, on the first rank", ())
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

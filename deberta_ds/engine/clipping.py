@@ -16,20 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deberta_ds.engine.state import base_optimizer
-
 _TINY = 1e-6  # DeepSpeed's and torch's
 _PIECE = 1 << 16  # numbers whose fp64 copy stays in cache
 
 
-def clip_networks_apart(engine) -> None:
+def clip_networks_apart(engine, networks: list[str]) -> None:
     """Have `engine` clip the networks of its optimizer's groups apart; call before the first step.
 
-    A network is the groups with the same "network" (optim.build_optimizer); of one network nothing
-    changes.
+    `networks` has a name for each group (optim.build_optimizer); of one network nothing changes.
     """
     optimizer, largest = engine.optimizer, engine.gradient_clipping()
-    networks = [group.get("network", "") for group in base_optimizer(engine).param_groups]
     if len(set(networks)) == 1 or not largest:
         return
     kind = type(optimizer).__name__

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from deberta_ds.base.errors import UserError, first_line, interrupt, tell
 from deberta_ds.base.numbers import counted
-from deberta_ds.cluster import alarm, dist
-from deberta_ds.cluster.driver import count_gpus
+from deberta_ds.cluster import dist
 from deberta_ds.cluster.launcher import check_environment, meet_mpi, rank_variables
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig, RunConfig
@@ -40,9 +39,11 @@ from deberta_ds.engine.clipping import (
     measure_in_pieces,
     reduce_nothing,
 )
+from deberta_ds.engine.gpus import count_gpus
 from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.engine.passes import HookedPasses, build_passes
+from deberta_ds.engine.state import check_restorable
 from deberta_ds.model import cpu
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
@@ -108,7 +109,7 @@ def init_distributed() -> torch.device:
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
             f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
             f"({first_line(error)}); {remedy}") from error
-    alarm.begin()
+    dist.begin_alarm()
     return device
 
 
@@ -151,23 +152,22 @@ def local_device() -> torch.device:
 
 
 def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
-                             initial: dict[str, Tensor] | None = None,
-                             say: Callable[[str], None] = tell):
+                             initial: dict[str, Tensor] | None = None):
     """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
 
     `ds` is the resolved dict of `ds_config.resolve`. `initial` replaces the random values of
-    the parameters it names; only rank 0's is read. `say` gets a line where no CUDA
-    graph is possible.
+    the parameters it names; only rank 0's is read.
     """
     stage3 = ds_config.zero_stage(ds) == 3
     with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
         model = build_model(run, valid_vocab)
     gather = partial(deepspeed.zero.GatheredParameters, modifier_rank=0) if stage3 else nullcontext
+    frozen, waiting = held_parameters(run, dict(model.named_parameters()))
+    apart = objective_of(run).clip_groups(run)
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
-    frozen, waiting = held_parameters(run, dict(model.named_parameters()))
-    engine = build_engine(model, run.optim, ds, frozen, waiting, objective_of(run).clip_groups(run))
-    engine.passes = build_passes(engine, run, ds, say)
+    engine = build_engine(model, run.optim, ds, frozen, waiting, apart)
+    engine.passes = build_passes(engine, run, ds)
     return engine
 
 
@@ -189,13 +189,14 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
                                       config=ds)
     check_engine(engine)
+    check_restorable(engine)
     if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
         measure_in_pieces(engine.optimizer)
     if type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer":  # ZeRO-1 and 2
         check_all_at_once(engine.optimizer)
         if dist.world_size() == 1:
             reduce_nothing(engine.optimizer)
-    clip_networks_apart(engine)
+    clip_networks_apart(engine, [group.get("network", "") for group in optimizer.param_groups])
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
     engine.passes = HookedPasses(engine)
@@ -329,21 +330,21 @@ OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; engine/state.py reads and writes 
 ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "partition_numel")
 
 
-def check_deepspeed(values: dict, place: str) -> list[str]:
-    """Check a JSON; return warnings about what this machine does badly. Raises ConfigError."""
-    ds_config.check(values, place)
-    return check_machine(values, device_type(), place)
+def check_machine(values: dict, place: str) -> list[str]:
+    """Return warnings about what this machine does badly; ConfigError for what it cannot do.
 
-
-def check_machine(values: dict, device_type: str, place: str) -> list[str]:
-    """Return warnings about what this machine does badly; ConfigError for what it cannot do."""
-    if device_type != "cpu":
+    `values` are a DeepSpeed JSON, `place` names it.
+    """
+    if device_type() != "cpu":
         return []
-    kind, better = ds_config.precision(values), f"ds_configs/{cpu.deepspeed_json()}.json"
+    kind, matmuls = ds_config.precision(values), ds_config.matmul_precision(values)
+    if kind == matmuls == "fp32":
+        return []
+    better = f"ds_configs/{cpu.deepspeed_json()}.json"
     if kind == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
         raise ConfigError(f"{place}: fp16.enabled: this processor has no fp16; use {better}")
     warned = []
-    if ds_config.matmul_precision(values) == "bf16" and not cpu.has_bf16():
+    if matmuls == "bf16" and not cpu.has_bf16():
         warned.append("WARNING: bf16 matmuls on a processor without bf16 units (AVX512-BF16 or "
                       f"AMX): they can take 60 times as long as in fp32; use {better}")
     if kind != "fp32":

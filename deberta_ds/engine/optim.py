@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.user_code import is_own
-from deberta_ds.config import user_functions
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.muon import Muon
@@ -45,7 +45,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, waiting: Collection[st
                     if isinstance(module, nn.Linear) and module.out_features > 1}
         groups = _split(model, groups, "matrices", {name: name in matrices for name in names})
     if is_own(optim.name):
-        optimizer = user_functions.function("optim.name", optim.name)(groups, optim)
+        optimizer = user_code.function("optim.name", optim.name)(groups, optim)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UserError(f"optim.name: {optim.name} returned {type(optimizer).__name__}; it "
                             "must return a torch.optim.Optimizer")
@@ -126,7 +126,7 @@ def thaw_factor(optim: OptimConfig, step: int) -> float:
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of update `step` (0 .. total_steps - 1)."""
     if is_own(optim.schedule):
-        factor = user_functions.function("optim.schedule", optim.schedule)(step, total_steps, optim)
+        factor = user_code.function("optim.schedule", optim.schedule)(step, total_steps, optim)
         if not isinstance(factor, int | float) or not math.isfinite(factor):
             raise ConfigError(f"optim.schedule: {optim.schedule} returned {factor!r} for step "
                               f"{step:,}; it must return a finite number, a share of "

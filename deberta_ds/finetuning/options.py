@@ -64,16 +64,16 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
     from deberta_ds.cluster import dist
     from deberta_ds.engine.engine import local_device
     from deberta_ds.model import choose
-    from deberta_ds.training import join
+    from deberta_ds.training import start
 
     asked = {f"--{name}": str(value) for name, value in vars(options).items()
              if name != "local_rank"}
     asked |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
-    join.join(asked | {"--tasks": list(map(str, tasks)), "--init_from": init_from,
+    start.join(asked | {"--tasks": list(map(str, tasks)), "--init_from": init_from,
                        "save models": keep_models, "--out, absolute": os.path.abspath(options.out)})
     opened = dist.together(lambda: _open(options, overrides, tasks, init_from))
     lines, values, longest = opened.pop("lines"), opened["deepspeed"], opened.pop("longest")
-    kernels = join.agreed_kernels(lambda: [choose.in_a_line(join.kernel_choices(
+    kernels = start.agreed_kernels(lambda: [choose.in_a_line(start.kernel_choices(
         opened["start"].config, values, length, without=("cross-entropy",)))
         for length in (1, longest)])
     for line in (lines[0], f"kernels: {kernels[-1]}", *lines[1:]):
@@ -90,7 +90,7 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
 def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]",
           init_from: "Mapping[str, str] | Sequence[str] | str") -> dict[str, Any]:
     """Open what all runs have in common; return fields of the sweep, and what is said of them."""
-    from deberta_ds.engine.engine import check_deepspeed
+    from deberta_ds.engine.engine import check_machine
     from deberta_ds.finetuning.models import open_start
     from deberta_ds.tasks import settings
     from deberta_ds.tasks.task import TASK_NAMES, task_named
@@ -112,6 +112,7 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     for task in tasks:
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
+    longest = max(settings.resolve(task, tables).max_length for task in tasks)
     json, values = deepspeed(options.deepspeed_config)
     if isinstance(init_from, str):
         init_from = {names[0]: init_from} if init_from else {}
@@ -120,8 +121,8 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     return {"tasks": tasks, "settings": tables, "deepspeed": values, "init_from": init_from,
             "start": open_start(options.model, options.tokenizer),
             "carved": tuple(task_named(name).name for name in options.carve_train),
-            "longest": max(settings.resolve(task, tables).max_length for task in tasks),
-            "lines": [f"DeepSpeed: {json}", *check_deepspeed(values, json)]}
+            "longest": longest,
+            "lines": [f"DeepSpeed: {json}", *check_machine(values, json)]}
 
 
 def pairs(texts: Sequence[str], tasks: list[str]) -> dict[str, str]:
@@ -142,8 +143,8 @@ def deepspeed(path: str | None) -> tuple[str, dict]:
     """Return the name of a DeepSpeed JSON and its values; of this machine's where none is given."""
     import torch
 
-    from deberta_ds.cluster.driver import count_gpus
     from deberta_ds.engine import ds_config
+    from deberta_ds.engine.gpus import count_gpus
 
     if not path and count_gpus() and torch.cuda.is_bf16_supported(including_emulation=False):
         path = _GPU_JSON

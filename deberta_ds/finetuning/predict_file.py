@@ -24,6 +24,7 @@ from scipy.special import expit, softmax
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
+from deberta_ds.cluster.dist import check_alike
 from deberta_ds.finetuning.answers import MARGIN, answer_place
 from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.features import Feature, count_unknown, encode
@@ -41,8 +42,7 @@ from deberta_ds.tasks.metrics import Prediction
 from deberta_ds.tasks.submission import as_written
 from deberta_ds.tasks.tables import Faults, each_row
 from deberta_ds.tasks.task import Task
-from deberta_ds.tokenizer import unknown_pieces
-from deberta_ds.training.join import check_alike
+from deberta_ds.tokenizer import unknown_tokens
 
 BLOCK_ROWS = 4096
 Row = tuple[str, dict[str, Any] | UserError]
@@ -103,7 +103,7 @@ def predict_file(
             _say(f"{count:,} rows, {count / (time.monotonic() - began):,.0f} a second")
         _say(bad.check(count, bad.fit(task, "--")))
     _say(f"{cut:,} of {count:,} texts were cut at {max_length} tokens" if cut else "")
-    if lost := unknown_pieces(*unknown):
+    if lost := unknown_tokens(*unknown):
         _say(f"{lost}; the model was not trained on text like this")
     if unread:
         _say(f"{len(unread):,} rows are not scored, as their label cannot be read: {unread[0]}")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
+from deberta_ds.cluster.dist import check_alike
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.finetuning.directory import (
     RESULT,
@@ -28,7 +29,6 @@ from deberta_ds.finetuning.run import (
 from deberta_ds.tasks.metrics import score_name
 from deberta_ds.tasks.settings import Settings, resolve
 from deberta_ds.tasks.task import Task, suite_of
-from deberta_ds.training.join import check_alike
 from deberta_ds.training.step import BadStepError
 
 RESULTS_FILE = "results.json"

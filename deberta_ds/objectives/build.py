@@ -50,6 +50,8 @@ def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:
 
 def held_parameters(run: RunConfig, names: Collection[str]) -> tuple[set[str], set[str]]:
     """Return the parameters that never move, and those that wait for step train.freeze_steps."""
+    if not (run.train.freeze or run.init.embeddings_only):
+        return set(), set()
     parts = parts_of(names)
     named = {name for label in run.train.freeze for name in parameters_in(parts, label)}
     fixed = {"words.weight"} if run.init.embeddings_only else set()

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, looked_in
 from deberta_ds.base.json_files import read_json
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.find import is_unsaved_run, newest
@@ -182,7 +182,7 @@ def read_tokenizer(source: str | Path) -> Tokenizer | None:
 def _existing(source: str | Path) -> Path:
     path = local_copy(source)
     if not path.exists():
-        raise UserError(f"{path}: no such file or directory")
+        raise UserError(f"{path}: no such file or directory{looked_in(path)}")
     if not (path.is_dir() or path.is_file()):
         raise UserError(f"{path}: neither a directory nor a file")
     return path

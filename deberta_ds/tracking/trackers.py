@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.config.run_config import LogConfig
 
@@ -136,8 +137,9 @@ def _forgiving(name: str, begin: Open) -> Open:
 
 
 def chosen(log: LogConfig) -> list[Open]:
-    """Return TensorBoard and the services that are named; UserError if a library is missing."""
-    found: list[Open] = [tensorboard]
+    """Return TensorBoard and what else is named; UserError if a service's library is missing."""
+    found = [tensorboard, *(callback(user_code.function("log.callbacks", name))
+                            for name in log.callbacks)]
     for name, value, opener in (("wandb", log.wandb, wandb), ("mlflow", log.mlflow, mlflow)):
         if value and importlib.util.find_spec(name) is None:
             raise UserError(f"log.{name} = {value!r}: needs the package {name}, which is "

@@ -4,13 +4,9 @@ import itertools
 import json
 import math
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import xxhash
 
-from deberta_ds.base.errors import UserError
-from deberta_ds.checkpoint.run_record import BEST
-from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Row
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, own_metrics
@@ -98,11 +94,3 @@ def problems(run: RunConfig) -> list[str]:
                      f"one of {', '.join(known)} (of one of several corpora as roc_auc/NAME), or "
                      "minimal_pairs with evaluate.minimal_pairs")
     return found
-
-
-def check_link(run: RunConfig) -> None:
-    """Raise UserError if OUT/best is something else than our link; rank 0 alone looks."""
-    link = Path(run.out_dir) / BEST
-    if run.train.best_metric and dist.is_main() and link.exists() and not link.is_symlink():
-        raise UserError(f"train.best_metric: {link} is in the way of the link to the best "
-                        "checkpoint; rename it")

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.user_code import short_name
 from deberta_ds.cluster import dist
-from deberta_ds.config import user_functions
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.objectives import rtd
@@ -132,7 +132,7 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
 
 def own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
     try:
-        score = user_functions.function("evaluate.metrics", value)(total, per_token)
+        score = user_code.function("evaluate.metrics", value)(total, per_token)
     except (Exception, SystemExit) as error:  # whatever a user's code may raise
         raise UserError(f"evaluate.metrics: {value} failed ({type(error).__name__}: {error}); "
                         "correct it, or leave it out") from error
@@ -150,8 +150,6 @@ def unigram_accuracy(rows: list[Row]) -> float:
 
 def open_pairs(run: RunConfig, tokenizer: Tokenizer) -> tuple[Pairs, list[str]]:
     """Return the encoded pairs that `[evaluate]` names, and the paradigm of each."""
-    if not run.evaluate.minimal_pairs:
-        return [], []
     pairs = sample_pairs(read_pairs(run.evaluate.minimal_pairs), run.evaluate.pairs_per_paradigm,
                          _SEED)
     longest = run.model.max_position

@@ -1,18 +1,19 @@
-"""What a run reads (base/inputs.py): one opener for each input, in the order in which they need
-each other. An objective may name more: its `inputs(run)` returns a list of `Input`.
+"""What a run reads: one opener for each input, in the order in which they need each other.
+
+An objective may name more: its `inputs(run)` returns a list of `Input`.
 """
 
 import hashlib
 import os
 from bisect import bisect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from deberta_ds.base.inputs import Input, identity_of
+from deberta_ds.base import user_code
 from deberta_ds.base.numbers import format_count
 from deberta_ds.cluster import dist
-from deberta_ds.config import batch_schedule, user_functions
+from deberta_ds.config import batch_schedule
 from deberta_ds.config.model import padded_rows
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
@@ -26,10 +27,26 @@ from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.held_out import open_pairs
-from deberta_ds.training.join import check_alike
 from deberta_ds.training.pairs import Pairs, undecided
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tokenizer, corpora, minimal pairs, code of one's own, a table, a model.
+
+    `identity` is what the ranks of a job compare, what a resumed run compares, and what records and
+    checkpoints name: a path says nothing.
+    """
+
+    name: str
+    value: Any  # what is computed with
+    identity: dict[str, Any]  # digests of the bytes that were read; a short thing is its own
+    problems: list[str] = field(default_factory=list)  # why a run cannot use it
+    lines: list[str] = field(default_factory=list)  # what the log says of it
+
+
 Known = dict[str, Input]  # those that are open, by their names
 
 
@@ -37,35 +54,20 @@ Known = dict[str, Input]  # those that are open, by their names
 class Inputs:
     """The inputs of a run, and the complete DeepSpeed dict."""
 
-    opened: Known
+    tokenizer: Tokenizer
+    dataset: RowDataset
+    held_out: dict[str, list[Row]]  # sequences, by the names of data.heldout
+    pairs: tuple[Pairs, list[str]]
+    identity: dict[str, str]  # of all inputs, whose digests share no name
+    lines: list[str]  # what the log says of them
     ds: dict
     num_parameters: int
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.opened["tokenizer"].value
-
-    @property
-    def dataset(self) -> RowDataset:
-        return self.opened["corpora"].value
-
-    @property
-    def held_out(self) -> dict[str, list[Row]]:
-        """The sequences of each held-out corpus, by the names of data.heldout."""
-        return self.opened["held-out"].value
-
-    @property
-    def pairs(self) -> tuple[Pairs, list[str]]:
-        return self.opened["minimal pairs"].value
-
-    def identity(self) -> dict[str, str]:
-        return identity_of(self.opened.values())
 
 
 def open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     """Open all inputs in one phase of all ranks, and check them. UserError on every rank."""
     def opened() -> Known:
-        known: Known = {}
+        known: Known = {}  # in the order of the fields of Inputs
         for open_one in INPUTS:
             one = open_one(run, known)
             known[one.name] = one
@@ -73,10 +75,14 @@ def open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
         raise_problems(place, [text for one in known.values() for text in one.problems])
         return known
 
-    found = Inputs(dist.together(opened), ds_config.resolve(run, ds_values, dist.world_size()),
-                   count_parameters(on_meta(build_model, run)))
-    check_alike({f"content hash of {name}": digest for name, digest in found.identity().items()})
-    return found
+    known = dist.together(opened)
+    identity = {name: one for each in known.values() for name, one in each.identity.items()}
+    dist.check_alike({f"content hash of {name}": digest for name, digest in identity.items()})
+    tokenizer, dataset, held_out, pairs, *_ = (one.value for one in known.values())
+    return Inputs(tokenizer, dataset, held_out, pairs, identity,
+                  [line for one in known.values() for line in one.lines],
+                  ds_config.resolve(run, ds_values, dist.world_size()),
+                  count_parameters(on_meta(build_model, run)))
 
 
 def _tokenizer(run: RunConfig, _: Known) -> Input:
@@ -97,6 +103,7 @@ def _corpora(run: RunConfig, known: Known) -> Input:
     rows = batch_schedule.rows_of_run(run.train)
     found = sequences_of(run, RowDataset, run.data.sources, known["tokenizer"].value,
                          seed=run.data.seed, sample_by=run.objective.sample_by, rows_of_run=rows)
+    available, digests = sum(found.num_rows.values()), found.content_hashes
     epochs = found.epochs(rows)
     lines = [f"data: {rows:,} sequences of {run.data.seq_len} tokens = "
              f"{format_count(rows * run.data.seq_len)} tokens; epochs: "
@@ -110,11 +117,10 @@ def _corpora(run: RunConfig, known: Known) -> Input:
             lines.append(f"WARNING: {path} is seen {seen:,.0f} times; after a few epochs new "
                          f"text helps more than repeated text (train.steps = {fewer:,}{shorter}:"
                          f" {FEW_EPOCHS} times)")
-    available = sum(found.num_rows.values())
     if run.train.global_batch_size > available:
         lines.append(f"WARNING: train.global_batch_size = {run.train.global_batch_size:,} is more "
                      f"than the {available:,} sequences of the data: one step repeats some")
-    return Input("corpora", found, found.content_hashes, lines=lines)
+    return Input("corpora", found, digests, lines=lines)
 
 
 def _held_out(run: RunConfig, known: Known) -> Input:
@@ -151,9 +157,9 @@ def sequences_of(run: RunConfig, read: Callable, source: Any, tokenizer: Tokeniz
 
 def _minimal_pairs(run: RunConfig, known: Known) -> Input:
     tokenizer = known["tokenizer"].value
+    if not run.evaluate.minimal_pairs:
+        return Input("minimal pairs", ([], []), {})
     pairs = open_pairs(run, tokenizer)
-    if not pairs[0]:
-        return Input("minimal pairs", pairs, {})
     half = undecided(pairs[0], tokenizer.unk_id).sum()
     return Input(
         "minimal pairs", pairs,
@@ -164,18 +170,18 @@ def _minimal_pairs(run: RunConfig, known: Known) -> Input:
 
 INPUTS: tuple[Callable[[RunConfig, Known], Input], ...] = (
     _tokenizer, _corpora, _held_out, _minimal_pairs,
-    lambda run, _: Input("own code", None, user_functions.digests(run)))
+    lambda run, _: Input("own code", None, user_code.digests(run)))
 
 
 def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:
     """Return an iterator over this rank's micro-batches of each of the steps `start` .. `end` - 1.
     """
     stretches = batch_schedule.stretches(run.train, start, end)
+    counts = [batch_schedule.micro_batches(one.rows, dist.world_size(),
+                                           run.train.micro_batch_size) for one in stretches]
     loader = build_loader(
         inputs.dataset, stretches=stretches, micro_batch_size=run.train.micro_batch_size,
         rank=dist.rank(), world_size=dist.world_size(), num_workers=run.data.workers)
-    for one in stretches:
-        count = batch_schedule.micro_batches(one.rows, dist.world_size(),
-                                             run.train.micro_batch_size)
+    for one, count in zip(stretches, counts, strict=True):
         for _ in range(one.steps):
             yield [next(loader) for _ in range(count)]

@@ -19,9 +19,8 @@ from deberta_ds.objectives.build import objective_of
 from deberta_ds.training import meters
 from deberta_ds.training.bad_steps import BadSteps
 from deberta_ds.training.best import Best
-from deberta_ds.training.join import versions
 from deberta_ds.training.meters import Meters, SpeedMeter, TimeUse, WorkMeter, find_slowest
-from deberta_ds.training.start import Started
+from deberta_ds.training.start import Started, versions
 from deberta_ds.training.step import StepResult
 
 _SETTLED_STEPS = 20  # after which the speed is compared with the planned one
@@ -134,8 +133,8 @@ class Journal:
             step=self.step, sequences_seen=self.sequences_seen, tokens_seen=self.tokens_seen,
             seconds=self.seconds, world_size=dist.world_size(), config=run_config.to_dict(run),
             deepspeed=inputs.ds,
-            content_hashes=inputs.identity(),
-            tokenizer_sha256=inputs.tokenizer.sha256, versions=versions(),
+            content_hashes=inputs.identity, tokenizer_sha256=inputs.tokenizer.sha256,
+            versions=versions(),
             recent_losses=list(bad_steps.spikes.losses), since_line=self._since_line,
             time_use=dict(self.meters.time_use.seconds), best=asdict(best),
             begun_from=self._begun_from)

@@ -230,8 +230,8 @@ class Trainer:
                 micro = [replace(batch, run_fraction=progress) for batch in next(batches)]
             signals.listen_again()
             result = train_step(self.engine, micro, step=journal.step, seed=train.seed,
-                                ceiling=self.bad_steps.spikes.ceiling(),
                                 request=bool(self.stop_request or self.log.problem),
+                                ceiling=self.bad_steps.spikes.ceiling(),
                                 raise_if_bad=train.on_spike == "stop", meter=self.meters.work)
             journal.step += 1
             self.after_step()

@@ -23,8 +23,8 @@ from deberta_ds.engine import engine
 from deberta_ds.files import remote
 from deberta_ds.training.goodput import STATE_BYTES
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.join import join_group
-from deberta_ds.training.start import build, changed_values, describe, open_run
+from deberta_ds.training.resume import changed_values
+from deberta_ds.training.start import build, describe, join_group, open_run
 from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_of
 
 # Checks of the nodes of a job: clocks, links within and between nodes, disk.
@@ -167,7 +167,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
     lines = preflight(engine.local_device(), socket.gethostname())
-    lines += [*warnings, *found.warnings()]
+    lines += [*warnings, *found.warnings]
     if record:
         lines.append(f"would go on from {found.path}, step {record.step:,}")
         lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]

@@ -1,48 +1,57 @@
-"""Start a run: join the process group, lock out_dir, open the inputs, build the engine."""
+"""Start a run: join the group, check the run, lock out_dir, open the inputs, build the engine."""
 
-import itertools
 import json
 import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from deberta_ds.base.errors import EXIT_REQUEUE, UserError, listed
+from deberta_ds.base import user_code
+from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_count
+from deberta_ds.base.version import __version__
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
-from deberta_ds.checkpoint.save import set_aside
+from deberta_ds.checkpoint.run_record import BEST, RunRecord, read_run_record
 from deberta_ds.checkpoint.upload import check_owner
-from deberta_ds.cluster import alarm, dist, lock, signals
+from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
-from deberta_ds.config.model import RANDOM
-from deberta_ds.config.options import raise_problems
-from deberta_ds.config.run_config import FREE_FIELDS, RunConfig, SourceConfig
+from deberta_ds.config.model import RANDOM, ModelConfig
+from deberta_ds.config.options import ConfigError, raise_problems
+from deberta_ds.config.run_config import RunConfig, SourceConfig
 from deberta_ds.config.toml_files import flatten, non_default_texts
-from deberta_ds.engine import ds_config, engine
-from deberta_ds.engine.layout import CheckpointError
-from deberta_ds.engine.optim import learning_rate, thaw_factor
-from deberta_ds.engine.state import check_restorable
-from deberta_ds.model import choose
+from deberta_ds.engine import ds_config, engine, passes
+from deberta_ds.engine.engine import local_device
+from deberta_ds.engine.optim import thaw_factor
+from deberta_ds.model import choose, cpu
 from deberta_ds.model.backbone import on_meta
-from deberta_ds.objectives.base import MINIMAL_PAIRS, own_metrics
-from deberta_ds.objectives.build import build_model, held_parameters, objective_of
-from deberta_ds.release.initialize import initial_tensors, shape_differences
-from deberta_ds.release.vocabulary import has_other_tokens
+from deberta_ds.model.kernels import kernel_check
+from deberta_ds.model.precision import DTYPES
+from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, own_metrics
+from deberta_ds.objectives.build import (
+    build_model,
+    freeze_problems,
+    held_parameters,
+    objective_of,
+)
+from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking import trackers
 from deberta_ds.tracking.log import RunLog
-from deberta_ds.training import meters
-from deberta_ds.training.best import check_link
+from deberta_ds.training import best, meters
 from deberta_ds.training.inputs import Inputs, open_inputs
-from deberta_ds.training.join import join_group, kernel_choices, versions
+from deberta_ds.training.resume import check_identity, restore, take_moments
+
+_PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
 
 @dataclass(frozen=True)
@@ -76,30 +85,122 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         if run.train.upload:
             dist.on_main(lambda: check_owner(run.out_dir, run.train.upload, resume, claims=True))
         log = dist.together(lambda: RunLog(
-            run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS,
-                                                  *own_metrics(run.evaluate.metrics)),
-            total_steps=run.train.steps, track=[*trackers.chosen(run.log),
-                                               *map(trackers.callback, callbacks)]))
-        for line in (*describe(run, inputs, origins), *warnings, *found.warnings()):
+            run.out_dir, dist.is_main(), metrics=metrics_of(run), total_steps=run.train.steps,
+            track=[*trackers.chosen(run.log), *map(trackers.callback, callbacks)]))
+        for line in (*describe(run, inputs, origins), *warnings, *found.warnings):
             log.info(line)
         dist.on_main(lambda: write_config(run, inputs, origins))
         model_engine = build(run, inputs, record, log.info)
         if record:
-            _restore(run, inputs, found, record, model_engine, log)
+            restore(run, inputs, found, record, model_engine, log)
         before, now = dist.together(lambda: meters.lost_seconds(log.path, record))
         dist.together(lambda: log.truncate(record.step if record else 0))
         stop_request.leave = None  # the loop looks
         dist.barrier()
-        alarm.end()  # from here on the watchdog sees who fails
+        dist.end_alarm()  # from here on the watchdog sees who fails
         yield Started(found, record, inputs, log, stop_request, model_engine, before, now)
+
+
+def metrics_of(run: RunConfig) -> tuple[Metric, ...]:
+    """Return all scores that evaluations of a run may have."""
+    return *objective_of(run).METRICS, MINIMAL_PAIRS, *own_metrics(run.evaluate.metrics)
 
 
 def _leave(out_dir: str) -> None:
     """End all ranks in the middle of a start: there is nothing to save."""
     signals.record(EXIT_REQUEUE)
     lock.release(out_dir)
-    alarm.sound("asked to stop", EXIT_REQUEUE)
+    dist.sound_alarm("asked to stop", EXIT_REQUEUE)
     os._exit(EXIT_REQUEUE)
+
+
+def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any] | None = None
+               ) -> list[str]:
+    """Join the process group, check what can be checked without the inputs; return warnings.
+
+    `ds_values` is a DeepSpeed JSON, `place` names the run file in errors; `asked`: what else was
+    asked on the command line. Raises UserError, on every rank.
+    """
+    warnings = engine.check_machine(ds_values, place)
+    join(flatten(run_config.to_dict(run)) | (asked or {}) | {
+        "out_dir, absolute": os.path.abspath(run.out_dir)} | {
+        f"{key} of the DeepSpeed JSON": value for key, value in flatten(ds_values).items()})
+    agreed_kernels(partial(kernel_choices, run.model, ds_values, run.data.seq_len))
+    dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))
+    if local_device().type == "cpu":
+        cpu.use_onednn()
+    elif run.train.tf32:
+        torch.set_float32_matmul_precision("high")
+    return warnings
+
+
+def join(asked: dict[str, Any]) -> None:
+    """Join the process group; UserError on every rank if they were `asked` for different things."""
+    asked = asked | {f"version of {name}": version for name, version in versions().items()}
+    engine.init_distributed()
+    dist.check_alike(asked)
+
+
+def agreed_kernels(choose: Callable[[], Any]) -> Any:
+    """Return what `choose` says of the kernels on this rank, which the first one of each node
+    checks. UserError on every rank if a kernel fails its check on any node.
+    """
+    if dist.local_rank() == 0:
+        with suppress(UserError):
+            choose()
+    for found in dist.gather_objects(kernel_check.verdicts):
+        kernel_check.merge(found)
+    return dist.together(choose)
+
+
+def kernel_choices(model: ModelConfig, ds: dict, length: int, without: tuple[str, ...] = ()
+                   ) -> dict[str, dict[str, str]]:
+    """Return which implementation of each part of a model this rank takes, and why."""
+    weights = DTYPES[ds_config.precision(ds)]
+    matmuls = DTYPES[ds_config.matmul_precision(ds)]
+    return choose.choices(model, local_device(), weights, matmuls, length,
+                          ds_config.zero_stage(ds), without)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that decide a run's numbers."""
+    found = {name: metadata.version(name) for name in _PACKAGES}
+    return {"deberta_ds": __version__, "python": platform.python_version()} | found
+
+
+def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
+    """Raise ConfigError with every cross problem of a run, but for those of its inputs."""
+    problems = user_code.problems(run)
+    objective = objective_of(run)
+    problems += [*freeze_problems(run, ds), *objective.problems(run)]
+    scores = [metric.key for metric in metrics_of(run)]
+    problems += [f"evaluate.metrics: {name} is the name of another score; call the function "
+                 "otherwise" for name in {name for name in scores if scores.count(name) > 1}]
+    problems += best.problems(run)
+    if run.init.embeddings_only and run.init.source.startswith(RANDOM):
+        problems.append("init.embeddings_only needs weights; leave random: out of init.from")
+    try:
+        ds_config.accumulation_steps(run, world_size)
+    except ConfigError as error:
+        problems.append(str(error))
+    model, train, optim = run.model, run.train, run.optim
+    if run.data.seq_len > model.max_position:
+        problems.append(f"data.seq_len = {run.data.seq_len}: above model.max_position = "
+                        f"{model.max_position}, the longest sequence of the model")
+    if run.evaluate.minimal_pairs and not run.data.heldout:
+        problems.append("evaluate.minimal_pairs needs evaluations, and without data.heldout there "
+                        "are none; set data.heldout, or leave evaluate.minimal_pairs out")
+    if optim.warmup_steps > train.steps:
+        problems.append(f"optim.warmup_steps = {optim.warmup_steps}: more than train.steps = "
+                        f"{train.steps}")
+    if train.batch_warmup_steps > train.steps:
+        problems.append(f"train.batch_warmup_steps = {train.batch_warmup_steps}: more than "
+                        f"train.steps = {train.steps}")
+    problems += ds_config.problems_on_this_node(ds)
+    problems += ds_config.problems_with_optimizer(optim.name, ds)
+    if train.cuda_graph == "on" and (found := passes.obstacle(run, ds, engine.device_type())):
+        problems.append(f"train.cuda_graph = 'on': {found}; or write train.cuda_graph = \"auto\"")
+    raise_problems(place, problems)
 
 
 def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
@@ -113,20 +214,29 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     record = dist.together(lambda: read_run_record(found.path) if found.path else None)
 
     def check() -> None:
+        check_link(run)
         raise_problems(place, batch_schedule.problems_with_ranks(
             run.train, dist.world_size(), record.step if record else 0))
-        check_link(run)
 
     dist.together(check)
     inputs = open_inputs(run, ds_values, place)
     if record:
-        measured = check_identity(run, inputs.identity(), record, str(found.path))
-        found = replace(found, skipped=(*found.skipped, *measured))
+        measured = check_identity(run, inputs.identity, record, str(found.path))
+        found = replace(found, warnings=(*found.warnings, *measured))
     return found, record, inputs
+
+
+def check_link(run: RunConfig) -> None:
+    """Raise UserError if OUT/best is something else than our link; rank 0 alone looks."""
+    link = Path(run.out_dir) / BEST
+    if run.train.best_metric and dist.is_main() and link.exists() and not link.is_symlink():
+        raise UserError(f"train.best_metric: {link} is in the way of the link to the best "
+                        "checkpoint; rename it")
 
 
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
     """Return what a user wants to know at the start: non-default values, the model, the inputs."""
+    kernels = kernels_of(run, inputs.ds)
     values, usual = run_config.to_dict(run), run_config.to_dict(SourceConfig(path=" "))
     for source in values["data"]["sources"]:
         for key in [key for key in source if source[key] == usual[key]]:
@@ -136,21 +246,23 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     matmuls = ds_config.matmul_precision(inputs.ds)
     if matmuls != precision:
         precision += f" weights with {matmuls} matmuls"
-    if run.train.tf32 and engine.local_device().type == "cuda":
+    if run.train.tf32 and local_device().type == "cuda":
         precision += ", fp32 matmuls in TF32"
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
-    lines.append(f"kernels: {kernels_of(run, inputs.ds)}")
+    lines.append(f"kernels: {kernels}")
     lines += frozen_lines(run, precision)
     first, full = run.train.initial_batch_size, run.train.global_batch_size
     if first:
         lines.append(f"batch size warm-up: from {first:,} to {full:,} sequences in "
                      f"{run.train.batch_warmup_steps:,} of {run.train.steps:,} steps")
-    return lines + [line for one in inputs.opened.values() for line in one.lines]
+    return lines + inputs.lines
 
 
 def frozen_lines(run: RunConfig, precision: str) -> list[str]:
     """Return how much is not trained, and until when."""
+    if not (run.train.freeze or run.init.embeddings_only):
+        return []
     sizes = {name: p.numel() for name, p in on_meta(build_model, run).named_parameters()}
     frozen, waiting = held_parameters(run, sizes)
     lines = [f"frozen {until}: {format_count(sum(sizes[name] for name in names))} parameters"
@@ -175,11 +287,11 @@ def kernels_of(run: RunConfig, ds: dict) -> str:
 def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> None:
     """Write OUT/config.json: the run, DeepSpeed dict, origins, versions, data. Rank 0 alone."""
     record = {"run": run_config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
-              "versions": versions(), "content_hashes": inputs.identity(),
+              "versions": versions(), "content_hashes": inputs.identity,
               "world_size": dist.world_size(), "parameters": inputs.num_parameters,
               "kernels": kernel_choices(run.model, inputs.ds, run.data.seq_len),
-              "hardware": meters.hardware(engine.local_device()),
-              "device": engine.local_device().type, **meters.source()}
+              "hardware": meters.hardware(local_device()),
+              "device": local_device().type, **meters.source()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")
 
 
@@ -188,64 +300,10 @@ def build(run: RunConfig, inputs: Inputs, record: RunRecord | None, say: Callabl
     tensors, notes = ({}, []) if record else first_weights(run, inputs.tokenizer)
     for line in notes:
         say(line)
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors,
-                                                   say)
-    check_restorable(model_engine)
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     if run.init.moments and not record:
-        say(f"init: optimizer state of {_take_moments(run, inputs, model_engine)}")
+        say(f"init: optimizer state of {take_moments(run, inputs, model_engine)}")
     return model_engine
-
-
-def _take_moments(run: RunConfig, inputs: Inputs, model_engine) -> Path:
-    """Load the source of [init] with its optimizer's state, bit for bit; return the checkpoint."""
-    def opened() -> Path:
-        try:
-            path = find.newest(run.init.source)
-            saved = read_run_record(path).run(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"init.moments = true needs a checkpoint of this project, with "
-                                  f"its optimizer's state: {error}; or leave init.moments out"
-                                  ) from None
-        if saved.optim.name != run.optim.name:
-            raise CheckpointError(f"init.moments = true: {path} has the state of optim.name = "
-                                  f"{saved.optim.name!r}, the run has {run.optim.name!r}; set it "
-                                  "as there, or leave init.moments out")
-        others = shape_differences(run.model, saved.model)
-        if has_other_tokens(run.init.source, inputs.tokenizer):
-            others.append(f"data.tokenizer = {run.data.tokenizer} (source: other tokens)")
-        names = [name for name, _ in model_engine.module.named_parameters()]
-        if held_parameters(saved, names)[0] - held_parameters(run, names)[0]:
-            others.append("train.freeze (source: more is frozen, and has no state)")
-        if others:  # the tensors of the source would take the place of what [init] made of them
-            raise CheckpointError(f"init.moments = true: {path} is of another model: "
-                                  f"{'; '.join(others)}; leave init.moments out")
-        return path
-
-    path = dist.broadcast_object(dist.together(opened))  # a run that goes on may have saved since
-    if problems := find.problems_of(path):
-        raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}")
-    try:
-        find.load(model_engine, path, is_other_run=True)
-    except UserError as error:
-        raise CheckpointError(f"init.moments = true: {error}; leave init.moments out") from None
-    return path
-
-
-def _restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord,
-             model_engine, log: RunLog) -> None:
-    assert found.path is not None  # where `record` is from
-    find.load(model_engine, found.path)
-    if change := find.layout_changes(record, inputs.ds):
-        log.info(f"resumed in another layout: {change}")
-    dropout = max(run.model.hidden_dropout, run.model.attention_dropout)
-    if dropout and "cuda_graph" not in record.config["train"]:
-        log.info("the checkpoint is of version 0.2.0, whose dropout drops other elements: the run "
-                 "goes on from it, but not bit for bit as 0.2.0 would")
-    for line in changed_values(run, record):
-        log.info(f"changed since the checkpoint: {line}")
-    for line in dist.together(lambda: set_aside(run.out_dir, record.step)
-                              if dist.is_main() else []):
-        log.info(line)
 
 
 def first_weights(run: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Tensor], list[str]]:
@@ -257,101 +315,3 @@ def first_weights(run: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Tenso
     if is_random or not (run.init.source or run.init.generator):
         return {}, [f"init: {run.init.source}: its shape, and random weights"] * is_random
     return dist.together(lambda: initial_tensors(run, tokenizer) if dist.is_main() else ({}, []))
-
-
-MEASURED = ("held-out ", "minimal pairs")  # names of inputs that decide scores, not weights
-
-
-def check_identity(run: RunConfig, identity: dict[str, str], record: RunRecord, place: str
-                   ) -> list[str]:
-    """Raise CheckpointError with a diff if a checkpoint's run.json is of another run; return lines
-    on what is measured with other data now.
-
-    Inputs are what is in their files, wherever these lie: `identity` is compared with the saved
-    one, the paths are not.
-    """
-    now, then = _now_and_then(run, record)
-    saved = {"tokenizer": record.tokenizer_sha256} | record.content_hashes
-    lines = [_difference(key, *(json.dumps(values.get(key), ensure_ascii=False)
-                               for values in (then, now)))
-             for key in sorted(now.keys() | then.keys())
-             if now.get(key) != then.get(key) and _decides_weights(key)]
-    sources = itertools.zip_longest(
-        _described_sources(then["data.sources"], saved),
-        _described_sources(now["data.sources"], identity), fillvalue=("none", "none"))
-    lines += [_difference(f"data.sources[{number}]", *map(": ".join, pair))
-              for number, pair in enumerate(sources) if pair[0][1] != pair[1][1]]
-    others = {name: (saved[name], digest) for name, digest in identity.items()
-              if name in saved and saved[name] != digest
-              and name not in [source.path for source in run.data.sources]}
-    measured = [name for name in others if name.startswith(MEASURED)
-                or name in run.evaluate.metrics]
-    lines += [_difference(*_named(name, then, now, *others[name]))
-              for name in others if name not in measured]
-    if lines:
-        raise CheckpointError(
-            f"{place} is of another run (- saved, + now):\n  " + "\n  ".join(lines)
-            + "\n  change these back, or use another out_dir: for a new run, or to go on from here "
-            f'with other data, with [init] from = "{place}" and moments = true')
-    return [f"{name}: other content, {others[name][0][:12]} -> {others[name][1][:12]}: its scores "
-            "are not those of before" for name in measured]
-
-
-def _named(name: str, then: dict, now: dict, saved: str, digest: str) -> tuple[str, str, str]:
-    key, before, after = (f"data.{name}", f"{then['data.tokenizer']}, ",
-                          f"{now['data.tokenizer']}, ") if name == "tokenizer" else (name, "", "")
-    return key, f"{before}sha256 {saved}", f"{after}sha256 {digest}"
-
-
-def _difference(key: str, then: str, now: str) -> str:
-    return f"- {key} = {then}\n  + {key} = {now}"
-
-
-def _described_sources(
-        sources: list[dict], content_hashes: dict[str, str]) -> list[tuple[str, str]]:
-    """Return (path, everything else that decides its rows) of each source, in order."""
-    return [(source["path"], json.dumps(
-        {"content_hash": content_hashes.get(source["path"])}
-        | {key: value for key, value in source.items()
-           if key not in ("path", "replaced")})) for source in sources]  # known by content_hash
-
-
-_JUMP = 1.5  # of the learning rate, of which a resumed run warns
-
-
-def changed_values(run: RunConfig, record: RunRecord) -> list[str]:
-    """Return "key: then -> now" for values that may change on resume and did."""
-    now, then = _now_and_then(run, record)
-    lines = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(now.keys() | then.keys())
-             if now.get(key) != then.get(key) and not _decides_weights(key)]
-    saved, step = record.run("run.json"), record.step
-    before = learning_rate(saved.optim, max(0, step - 1), saved.train.steps)
-    rate = learning_rate(run.optim, step, run.train.steps)
-    is_changed = any(line.startswith(("optim.", "train.steps:")) for line in lines)
-    if is_changed and step > run.optim.warmup_steps and rate > _JUMP * before:
-        lines.append(f"WARNING: the learning rate of step {step:,} is {rate:.2g}; the one before "
-                     f"was {before:.2g}. To go on at low rates, set train.steps back and start "
-                     "another run from this one, with [init] moments = true and an "
-                     "optim.learning_rate of your choice (docs/how-to/resume.md)")
-    return lines
-
-
-def _now_and_then(run: RunConfig, record: RunRecord) -> tuple[dict, dict]:
-    """Return both configs flat; one saved before a key existed gets that key's default."""
-    then = record.run("run.json")
-    return flatten(run_config.to_dict(run)), flatten(run_config.to_dict(then))
-
-
-_DECIDING = {"data": {"seq_len", "seed", "attend_across_documents"},
-             "train": {"seed", "global_batch_size", "initial_batch_size", "batch_warmup_steps",
-                       "freeze", "freeze_steps"},
-             "optim": {"name"}, "init": {"embeddings_only"}}
-
-
-def _decides_weights(key: str) -> bool:
-    """Return whether a resumed run must agree with its checkpoint in `key`, as in the content of
-    its inputs (training/inputs.py); the rest may change and is logged.
-    """
-    section, _, name = key.partition(".")
-    return (section in ("model", "objective") and key not in FREE_FIELDS
-            or name in _DECIDING.get(section, ()))

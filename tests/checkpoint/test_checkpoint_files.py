@@ -159,9 +159,9 @@ def test_damage_is_found_named_and_skipped(run_dir, name, damage):
         file.write_bytes(data[:len(data) // 2] if damage == "truncated" else b"")
     found = find.find(run_dir, "auto")
     assert found.path == path_of(run_dir, 4)
-    assert len(found.skipped) == 1
-    assert "step-00000006" in found.skipped[0] and file.name in found.skipped[0]
-    assert ("truncated" in found.skipped[0]) == (damage in ("truncated", "empty"))
+    assert len(found.warnings) == 1
+    assert "step-00000006" in found.warnings[0] and file.name in found.warnings[0]
+    assert ("truncated" in found.warnings[0]) == (damage in ("truncated", "empty"))
     with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
         find.find(run_dir, str(path_of(run_dir, 6)))
 
@@ -179,7 +179,7 @@ def test_a_file_that_cannot_be_read_is_skipped(run_dir, monkeypatch, number):
     monkeypatch.setattr(find, "xxh3", fail)
     found = find.find(run_dir, "auto")
     assert found.path == path_of(run_dir, 4)
-    assert f"run.json cannot be read ({os.strerror(number)})" in found.skipped[0]
+    assert f"run.json cannot be read ({os.strerror(number)})" in found.warnings[0]
     monkeypatch.setattr(Path, "read_bytes", lambda file: fail(path / "run.json"))
     assert f"manifest.json: {os.strerror(number)}; " in find.problems_of(path)[0]  # not "damaged"
 
@@ -204,7 +204,7 @@ def test_half_written_and_damaged_manifests_are_skipped(run_dir):
     (path_of(run_dir, 4) / "manifest.json").write_text('{"version": 1, "files": ')
     found = find.find(run_dir, "auto")
     assert found.path == path_of(run_dir, 2)
-    assert "did not finish" in found.skipped[0] and "damaged" in found.skipped[1]
+    assert "did not finish" in found.warnings[0] and "damaged" in found.warnings[1]
     (path_of(run_dir, 2) / "run.json").unlink()
     with pytest.raises(CheckpointError, match="no whole checkpoint") as error:
         find.find(run_dir, "auto")
@@ -221,7 +221,7 @@ def test_a_run_killed_in_its_first_save_starts_anew(run_dir):
     for step in (2, 4, 6):
         (path_of(run_dir, step) / "manifest.json").unlink()
     found = find.find(run_dir, "auto")
-    assert found.path is None and len(found.skipped) == 3
+    assert found.path is None and len(found.warnings) == 3
 
 
 def test_a_manifest_that_does_not_name_every_file_is_not_whole(run_dir):
@@ -237,18 +237,18 @@ def test_a_manifest_that_does_not_name_every_file_is_not_whole(run_dir):
         found = found_with(files={name: entry for name, entry in manifest["files"].items()
                                   if name not in left_out})
         assert found.path == path_of(run_dir, 4)
-        assert all(f"does not name {name}" in found.skipped[0] for name in left_out)
+        assert all(f"does not name {name}" in found.warnings[0] for name in left_out)
     (path / "rank-00001.safetensors").unlink()
     few = {name: entry for name, entry in manifest["files"].items() if "rank-00001" not in name}
-    assert "does not name rank-00001" in found_with(files=few).skipped[0]
+    assert "does not name rank-00001" in found_with(files=few).warnings[0]
     extra = path_of(run_dir, 4) / "rank-00002.safetensors"
     extra.write_bytes(b"")
-    assert "does not name rank-00002" in find.find(run_dir, "auto").skipped[1]
+    assert "does not name rank-00002" in find.find(run_dir, "auto").warnings[1]
     for ranks in (1, 0, 10**9):  # with the files of so many, one rank's may be lost unseen
         assert f"is of {ranks} ranks, run.json of 2" in found_with(
-            world_size=ranks, files=few).skipped[0]
+            world_size=ranks, files=few).warnings[0]
     outside = manifest["files"] | {"../step-00000002/run.json": {"bytes": 1, "xxh3": ""}}
-    assert "outside the directory" in found_with(files=outside).skipped[0]
+    assert "outside the directory" in found_with(files=outside).warnings[0]
 
 
 def test_keep_deletes_old_ones_and_remains_of_killed_saves(run_dir):

@@ -84,7 +84,7 @@ def test_the_ranks_share_every_update_that_is_still_to_come():
 
 
 def test_a_batch_that_would_never_be_full_is_refused(tmp_path):
-    from deberta_ds.training.join import check_run
+    from deberta_ds.training.start import check_run
 
     run, _ = run_config.load(make_run(tmp_path), ["--train.initial_batch_size=2",
                                               "--train.batch_warmup_steps=21"])

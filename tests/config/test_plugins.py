@@ -10,7 +10,7 @@ from launching import ROOT, make_run
 
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.config import run_config, user_functions
+from deberta_ds.config import run_config
 from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.optim import build_optimizer, learning_rate
@@ -55,7 +55,7 @@ def test_each_mistake_names_key_file_and_remedy(run_file, tmp_path, monkeypatch,
     (tmp_path / "broken.py").write_text("def f(:")
     user_code._LOADED.clear(), user_code.load.cache_clear()
     run, _ = run_config.load(run_file, [f"--optim.schedule={value}"])
-    (problem,) = user_functions.problems(run)
+    (problem,) = user_code.problems(run)
     assert re.search(expected, problem)
 
 
@@ -102,6 +102,9 @@ def test_rare_words_are_chosen_more_often():
 def test_scores_and_objective():
     view = {"logits": torch.tensor([1.0, -1.0, 1.0]), "replaced": torch.tensor([True, True, False])}
     assert user_code.load("", f"{EXAMPLES}/more_scores.py:recall")({}, view) == 0.5
+    view = {"logits": torch.zeros(20), "replaced": torch.arange(20) % 4 == 0}
+    error = user_code.load("", f"{EXAMPLES}/more_scores.py:roc_auc_error")({}, view)
+    assert error == pytest.approx((21 / (12 * 5 * 15)) ** 0.5)  # at an area of 0.5: the rank test's
     objective = objective_named(f"{EXAMPLES}/small_states.py")
     assert objective.METRICS[-1].key == "state_size" and objective.HEADS == {"main": "mlm_head."}
 
@@ -137,5 +140,5 @@ def test_examples_are_short_and_their_digests_known(run_file):
         assert is_short or path.name == "convert_annotations.py", path  # no code of a run
     run, _ = run_config.load(run_file)
     optim = replace(run.optim, name=f"{EXAMPLES}/lion.py:lion")
-    assert user_functions.digests(run) == {}
-    assert list(user_functions.digests(replace(run, optim=optim))) == [f"{EXAMPLES}/lion.py:lion"]
+    assert user_code.digests(run) == {}
+    assert list(user_code.digests(replace(run, optim=optim))) == [f"{EXAMPLES}/lion.py:lion"]

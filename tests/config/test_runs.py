@@ -10,7 +10,7 @@ from deberta_ds.config.options import ConfigError
 from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
-from deberta_ds.training.join import check_run
+from deberta_ds.training.start import check_run
 
 ROOT = Path(__file__).parents[2]
 RUNS = sorted(path for path in (ROOT / "launch/runs").rglob("*.toml")

@@ -12,7 +12,7 @@ from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.start import changed_values, check_identity
+from deberta_ds.training.resume import changed_values, check_identity
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,15 @@ def test_moved_corpus_moved_tokenizer_and_another_attention_resume(run, tmp_path
     lines = changed_values(moved, record)
     assert [line.split(":")[0] for line in lines] == ["data.sources", "data.tokenizer",
                                                       "model.attention"]
+
+
+def test_another_held_out_set_is_a_warning_of_its_own(run):
+    """The log said that a checkpoint was skipped."""
+    record = record_of(run)
+    then = dataclasses.replace(record, content_hashes=record.content_hashes | {"held-out x": "0"})
+    identity = record.content_hashes | {"tokenizer": record.tokenizer_sha256, "held-out x": "1"}
+    assert check_identity(run, identity, then, "step-1") == [
+        "WARNING: held-out x: other content, 0 -> 1: its scores are not those of before"]
 
 
 def test_another_tokenizer_of_the_same_name_is_refused_by_name(run):

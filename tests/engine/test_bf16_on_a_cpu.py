@@ -71,10 +71,12 @@ def test_16_bit_weights_without_a_gpu_are_warned_of(name, warned, monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     monkeypatch.setattr(cpu, "has_bf16", lambda: True)
     values = ds_config.load(ROOT / f"ds_configs/{name}.json")
-    lines = engine.check_machine(values, "cpu", name)
-    assert bool(lines) == warned and engine.check_machine(values, "cuda", name) == []
+    lines = engine.check_machine(values, name)
+    assert bool(lines) == warned
     if warned:
         assert "use ds_configs/zero1_autocast_cpu.json" in lines[0]
+    monkeypatch.setattr(engine, "device_type", lambda: "cuda")
+    assert engine.check_machine(values, name) == []
 
 
 @pytest.mark.parametrize(("name", "warned"), [("zero1_bf16", True), ("zero1_autocast_cpu", True),
@@ -83,7 +85,7 @@ def test_bf16_matmuls_without_units_for_them_are_warned_of(name, warned, monkeyp
     """A step took a minute instead of four seconds, and nothing said why."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     monkeypatch.setattr(cpu, "has_bf16", lambda: False)
-    lines = engine.check_machine(ds_config.load(ROOT / f"ds_configs/{name}.json"), "cpu", name)
+    lines = engine.check_machine(ds_config.load(ROOT / f"ds_configs/{name}.json"), name)
     assert any("without bf16 units" in line for line in lines) == warned
     assert all("use ds_configs/zero1_fp32.json" in line for line in lines)
 
@@ -94,7 +96,7 @@ def test_a_warning_about_the_machine_is_in_the_log_of_a_run(tmp_path):
     ds = ROOT / "ds_configs/zero1_bf16.json"
     text = rank_helpers.run(1, [*options_of(make_run(tmp_path), ds), "--train.stop_after=1"],
                             tmp_path / "log")
-    lines = engine.check_deepspeed(ds_config.load(ds), "ds.json")
+    lines = engine.check_machine(ds_config.load(ds), "ds.json")
     assert lines and all(text.count(line) == 1 for line in lines)
 
 
@@ -104,7 +106,7 @@ def test_fp16_where_the_processor_has_none_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(cpu, "has_bf16", lambda: True)
     values = ds_config.load(ROOT / "ds_configs/zero2_fp16.json")
     with pytest.raises(ConfigError, match="fp16.enabled: .* no fp16; use .*zero1_autocast_cpu"):
-        engine.check_machine(values, "cpu", "ds.json")
+        engine.check_machine(values, "ds.json")
 
 
 def test_gradients_of_every_linear_layer_travel_in_16_bits():

@@ -63,10 +63,16 @@ class DeepSpeedZeroOptimizer_Stage3:  # noqa: N801  DeepSpeed's name
         return self.used
 
 
+def clip_apart(optimizer):
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups
+    clip_networks_apart(SimpleNamespace(optimizer=optimizer, gradient_clipping=lambda: LARGEST),
+                        [group.get("network", "") for group in groups])
+
+
 @pytest.fixture
 def optimizer():
     found = DeepSpeedZeroOptimizer_Stage3()
-    clip_networks_apart(SimpleNamespace(optimizer=found, gradient_clipping=lambda: LARGEST))
+    clip_apart(found)
     return found
 
 
@@ -108,7 +114,7 @@ def test_the_loss_scale_of_fp16_is_taken_out_of_a_gradient_once(kind):
         fp16_groups=(names := [[name] for name in networks]), params_in_partition=names,
         sub_group_to_group_id={0: 0, 1: 1, 2: 2},
         fp32_partitioned_groups_flat=flats, single_partition_of_fp32_groups=flats)
-    clip_networks_apart(SimpleNamespace(optimizer=optimizer, gradient_clipping=lambda: LARGEST))
+    clip_apart(optimizer)
     for flat, name in zip(flats, names, strict=True):
         optimizer.get_grad_norm_direct([flat.grad], name)
     for number, flat in enumerate(flats):
@@ -155,7 +161,7 @@ def test_a_norm_that_only_fp64_holds_is_finite():
 def test_one_group_that_is_not_finite_spoils_its_network():
     """A group whose norm is not finite measures -1: the common norm stands for its network's."""
     optimizer = DeepSpeedZeroOptimizer_Stage3()
-    clip_networks_apart(SimpleNamespace(optimizer=optimizer, gradient_clipping=lambda: LARGEST))
+    clip_apart(optimizer)
     for value, group in zip((-1.0, 7.0, 4.0), optimizer.fp16_groups, strict=True):
         optimizer.get_grad_norm_direct(value, group)
     assert optimizer.scale(0, 1, 2) == {0: 99.0, 1: 7.0, 2: 99.0}
@@ -173,7 +179,7 @@ class BF16_Optimizer:  # noqa: N801  DeepSpeed's name
 
 def test_bf16_is_clipped_once_and_reports_the_norm_of_all():
     optimizer = BF16_Optimizer()
-    clip_networks_apart(SimpleNamespace(optimizer=optimizer, gradient_clipping=lambda: LARGEST))
+    clip_apart(optimizer)
     optimizer.step()
     clipped = [gradients[0].norm().item() for gradients in optimizer.fp32_groups_gradients]
     assert clipped == pytest.approx([LARGEST, LARGEST], rel=1e-5)

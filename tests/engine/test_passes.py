@@ -19,7 +19,7 @@ from deberta_ds.config.options import ConfigError
 from deberta_ds.data.batch import Row, collate
 from deberta_ds.engine import engine, passes
 from deberta_ds.model.kernels import attention
-from deberta_ds.training.join import check_run
+from deberta_ds.training.start import check_run
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 ALL = [(stage, precision, count) for stage in (0, 1, 2) for precision in ("fp32", "bf16")
@@ -128,7 +128,9 @@ def test_a_card_that_refuses_the_graph_trains_without_it(monkeypatch, caplog, mo
 
     monkeypatch.setattr(passes, "capture", refused)
     device, made = torch.device("cpu"), Model()
-    mine = passes.Passes(SimpleNamespace(module=made, device=device, holds=[]), mode)
+    mine = passes.Passes(SimpleNamespace(
+        module=made, device=device, holds=[], set_train_batch_size=lambda size: None,
+        train_micro_batch_size_per_gpu=lambda: 3), mode)
     batch = collate([Row(number, *[np.zeros(4, np.int64)] * 4) for number in range(3)])
     ones = torch.ones(())
     mine.begin({"targets": ones, "tokens": ones}, 2)

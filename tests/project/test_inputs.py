@@ -333,7 +333,7 @@ def test_a_checkpoint_carries_the_tokenizer_that_was_read(tmp_path, process_grou
     (tmp_path / "spm.model").write_bytes((TINY / "spm.model").read_bytes())
     (file,) = inputs.tokenizer.files.values()
     assert file.data == before
-    assert inputs.identity()["tokenizer"] == inputs.tokenizer.sha256
+    assert inputs.identity["tokenizer"] == inputs.tokenizer.sha256
 
 
 def test_a_fine_tuned_model_carries_the_tokenizer_that_was_read(tmp_path):
@@ -346,12 +346,12 @@ def test_a_fine_tuned_model_carries_the_tokenizer_that_was_read(tmp_path):
 
 def test_code_that_was_edited_since_is_refused(tmp_path, monkeypatch):
     """A10: evaluation, export and report used it without a word."""
-    from deberta_ds.config import user_functions
+    from deberta_ds.base import user_code
 
     own = tmp_path / "mine.py"
     own.write_text((ROOT / "examples/more_scores.py").read_text())
     run, _ = run_config.load(make_run(tmp_path), [f'--evaluate.metrics=["{own}:recall"]'])
-    known = user_functions.digests(run)
-    user_functions.check_same(run, known, "step-1")
+    known = user_code.digests(run)
+    user_code.check_same(run, known, "step-1")
     with pytest.raises(UserError, match=r"mine\.py: has changed since step-1"):
-        user_functions.check_same(run, {name: "0" * 64 for name in known}, "step-1")
+        user_code.check_same(run, {name: "0" * 64 for name in known}, "step-1")

@@ -11,6 +11,7 @@ import types
 
 import pytest
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import format_count, format_duration, format_value
 from deberta_ds.config.run_config import LogConfig
@@ -273,6 +274,16 @@ def test_a_service_without_its_library_is_named(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="log.wandb = 'mine': needs the package wandb, which is"):
         trackers.chosen(LogConfig(wandb="mine"))
+
+
+def test_a_tracker_of_ones_own_gets_every_record(tmp_path):
+    own = tmp_path / "tracker.py"
+    own.write_text("SEEN = []\ndef log(record):\n    SEEN.append(record['step'])\n")
+    _, opened = trackers.chosen(LogConfig(callbacks=(f"{own}:log",)))
+    opened(tmp_path, None).write(RECORD)
+    assert user_code.load("log.callbacks", f"{own}:log").__globals__["SEEN"] == [3]
+    with pytest.raises(UserError, match=r"log\.callbacks: .*tracker\.py has no gone"):
+        trackers.chosen(LogConfig(callbacks=(f"{own}:gone",)))
 
 
 @pytest.mark.parametrize("where", ["init", "log"])

@@ -22,8 +22,7 @@ from deberta_ds.model.parts import layer_shares
 from deberta_ds.objectives.build import build_model, freeze_problems, held_parameters
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import bad_steps, best, journal, loop
-from deberta_ds.training.join import check_run
-from deberta_ds.training.start import frozen_lines
+from deberta_ds.training.start import check_run, frozen_lines
 
 FREEZE = ["embeddings", "layers.0"]
 

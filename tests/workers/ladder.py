@@ -20,8 +20,7 @@ from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.state import base_optimizer, buffers, layout_of
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.join import join_group
-from deberta_ds.training.start import open_run
+from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import BadStepError, train_step
 
 BAD = "generator.head.dense.weight"

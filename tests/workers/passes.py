@@ -19,8 +19,7 @@ from deberta_ds.config import run_config
 from deberta_ds.engine import engine, passes
 from deberta_ds.model import linear_cross_entropy
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.join import join_group
-from deberta_ds.training.start import open_run
+from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import train_step
 
 STEPS = 3

@@ -31,8 +31,7 @@ from deberta_ds.config import run_config
 from deberta_ds.engine import engine
 from deberta_ds.engine.state import MASTER
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.join import join_group
-from deberta_ds.training.start import open_run
+from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import train_step
 
 # Every kind of engine that trains, by stage, precision and where the optimizer lies.

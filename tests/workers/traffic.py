@@ -23,8 +23,7 @@ from deberta_ds.config import run_config
 from deberta_ds.engine import engine
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.join import join_group
-from deberta_ds.training.start import open_run
+from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import train_step
 
 SENT: Counter = Counter()

@@ -14,8 +14,7 @@ from deberta_ds.engine import engine
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.join import join_group
-from deberta_ds.training.start import open_run
+from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import train_step
 
 
