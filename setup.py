@@ -73,7 +73,7 @@ setup(
         "ninja",
     ],
     extras_require=EXTRAS | {
-        "docs": ["mkdocs", "mkdocs-material", "mkdocstrings[python]"],
+        "docs": ["mkdocs", "mkdocs-material"],
         "dev": ["mypy", "pytest", "pytest-xdist", "hypothesis", "ruff", "scikit-learn",
                 "seqeval"],
     },
