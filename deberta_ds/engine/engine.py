@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
@@ -152,13 +152,11 @@ def local_device() -> torch.device:
 
 
 def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
-                             initial: dict[str, Tensor] | None = None,
-                             say: Callable[[str], None] = tell):
+                             initial: dict[str, Tensor] | None = None):
     """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
 
     `ds` is the resolved dict of `ds_config.resolve`. `initial` replaces the random values of
-    the parameters it names; only rank 0's is read. `say` gets a line where no CUDA
-    graph is possible.
+    the parameters it names; only rank 0's is read.
     """
     stage3 = ds_config.zero_stage(ds) == 3
     with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
@@ -169,7 +167,7 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
     engine = build_engine(model, run.optim, ds, frozen, waiting, apart)
-    engine.passes = build_passes(engine, run, ds, say)
+    engine.passes = build_passes(engine, run, ds)
     return engine
 
 

@@ -6,13 +6,10 @@ replay; so gradients are added to static tensors, which `coalesce_grad_reduction
 hooks had left them (bit for bit the same update; tests/engine/test_passes.py). The sum is in fp32
 and rounded to the dtype of the weights once an update, without a graph too: in bf16 each addition
 would lose bits (1.2 % of the sum over 128 micro-batches).
-
-Not under ZeRO-3, whose weights are gathered by hooks; it accumulates in fp32 itself.
 """
 
 import dataclasses
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,6 +28,7 @@ from deberta_ds.engine import ds_config
 from deberta_ds.model.dropout import seeded
 
 _LOG = logging.getLogger("deberta_ds")
+_NO_GRAPH = "no CUDA graph, the GPU may wait for Python"
 _WARM_UPS = 3  # passes before a capture: libraries choose their algorithms and workspaces
 _GRAPHS = 2  # of different shapes, kept at once
 Sums = dict[str, Tensor]
@@ -38,7 +36,9 @@ Forward = Callable[[Any], tuple[Tensor, Sums]]  # a micro-batch -> its loss, det
 
 
 def obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
-    """Return why micro-batches of a run cannot be CUDA graphs, or an empty string."""
+    """Return why micro-batches of a run do not become CUDA graphs, or an empty string."""
+    if run.train.cuda_graph == "off":
+        return "train.cuda_graph = 'off'"
     if device_type != "cuda":
         return "there is no GPU"
     if is_own(run.objective.kind) and run.train.cuda_graph != "on":
@@ -63,11 +63,6 @@ def sums_obstacle(ds: dict) -> str:
     return ""
 
 
-def is_graph(run: RunConfig, ds: dict, device_type: str) -> bool:
-    """Return whether micro-batches of a run become CUDA graphs."""
-    return run.train.cuda_graph != "off" and not obstacle(run, ds, device_type)
-
-
 def are_summed(ds: dict, accumulates: bool) -> bool:
     """Return whether gradients are summed here without a graph: in bf16 below ZeRO-2, which, as
     ZeRO-3, adds in fp32 itself.
@@ -76,15 +71,14 @@ def are_summed(ds: dict, accumulates: bool) -> bool:
     return accumulates and in_bf16 and not sums_obstacle(ds)
 
 
-def build_passes(engine, run: RunConfig, ds: dict, say: Callable[[str], None]
-                 ) -> "Passes | HookedPasses":
+def build_passes(engine, run: RunConfig, ds: dict) -> "HookedPasses":
     """Return what makes the passes of a run's micro-batches."""
-    device_type, as_graph = engine.device.type, is_graph(run, ds, engine.device.type)
-    if device_type == "cuda" and not as_graph and run.train.cuda_graph != "off":
-        say(f"no CUDA graph, the GPU may wait for Python: {obstacle(run, ds, device_type)}")
-    summed = are_summed(ds, ds["gradient_accumulation_steps"] > 1)
-    mode = run.train.cuda_graph if as_graph else "off"
-    return Passes(engine, mode) if as_graph or summed else HookedPasses(engine)
+    reason = obstacle(run, ds, engine.device.type)
+    if reason and engine.device.type == "cuda" and run.train.cuda_graph != "off":
+        _LOG.info("%s: %s", _NO_GRAPH, reason)
+    if reason and not are_summed(ds, ds["gradient_accumulation_steps"] > 1):
+        return HookedPasses(engine)
+    return Passes(engine, "off" if reason else run.train.cuda_graph)
 
 
 @contextmanager
@@ -123,13 +117,6 @@ def first_bad_gradient(engine, batch, seed: int, forward: Forward) -> str:
     return bad[0] if bad else ""
 
 
-def _set_micro_batches(engine, count: int) -> None:
-    # A batch that grows has another number of micro-batches now and then; a smaller one is a whole
-    # one to DeepSpeed, which only adds up its samples wrongly.
-    engine.set_train_batch_size(
-        dist.world_size() * count * engine.train_micro_batch_size_per_gpu())
-
-
 class HookedPasses:
     """The passes of an update's micro-batches by DeepSpeed: `begin`, `run` each, `hand_over`."""
 
@@ -137,7 +124,11 @@ class HookedPasses:
         self._engine, self._left = engine, 0
 
     def begin(self, normalizers: Sums, micro_batches: int) -> None:
-        _set_micro_batches(self._engine, micro_batches)
+        """Start an update; `normalizers` as in `objectives.base`."""
+        # Of a batch that grows. A smaller micro-batch is a whole one to DeepSpeed, which only adds
+        # up its samples wrongly.
+        self._engine.set_train_batch_size(
+            dist.world_size() * micro_batches * self._engine.train_micro_batch_size_per_gpu())
         self._left = micro_batches
 
     def run(self, batch: Any, seed: int, forward: Forward, computing: Callable = nullcontext
@@ -162,38 +153,34 @@ class HookedPasses:
         del self._loss
 
 
-class Passes:
+class Passes(HookedPasses):
     """As `HookedPasses`, without DeepSpeed's hooks."""
 
     def __init__(self, engine, mode: str):
         """mode: train.cuda_graph."""
-        self._engine, self._mode = engine, mode
-        device = engine.device
+        super().__init__(engine)
+        self._mode, device = mode, engine.device
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._flat = torch.zeros(sum(p.numel() for p in self._parameters), device=device)
         self._sums = self._views(self._flat)
         self._normalizers = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
         self._count = torch.ones((), device=device)
         self._seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self._micro_batches = 0
-        self._weights: tuple[int, ...] = ()
-        self._graphs: OrderedDict[tuple, _Graph] = OrderedDict()
+        self._weights: list[int] = []
+        self._graphs: dict[tuple, Callable[[Batch], tuple[Tensor, Sums]]] = {}
 
     def begin(self, normalizers: Sums, micro_batches: int) -> None:
-        """Start an update; `normalizers` as in `objectives.base`."""
+        super().begin(normalizers, micro_batches)
         self._flat.zero_()
         for name, value in normalizers.items():
             self._normalizers[name].copy_(value)
         self._count.fill_(micro_batches)
-        self._micro_batches = micro_batches
-        if self._mode == "off":
-            return
-        weights = tuple(p.data_ptr() for p in self._parameters)
+        weights = [p.data_ptr() for p in self._parameters] if self._mode != "off" else []
         if weights != self._weights:  # a graph has their addresses
             self._graphs.clear()
         self._weights = weights
 
-    def run(self, batch: Batch, seed: int, _forward: Forward | None = None,
+    def run(self, batch: Batch, seed: int, forward: Forward | None = None,
             computing: Callable = nullcontext) -> tuple[Tensor, Sums]:
         """Pass a micro-batch forward and backward; return its detached loss and sums.
 
@@ -202,9 +189,9 @@ class Passes:
         """
         with span("forward and backward"), computing():
             self._seed.fill_(seed)
-            graph = None if self._mode == "off" else self._graph_of(batch)
+            replay = None if self._mode == "off" else self._graph_of(batch)
             torch.manual_seed(seed)  # behind the warm-up of a capture, which may have asked them
-            return graph.replay(batch) if graph else self._pass(batch.to(self._engine.device))
+            return replay(batch) if replay else self._pass(batch.to(self._engine.device))
 
     @span("reduction")
     def hand_over(self, good: Tensor) -> None:
@@ -213,23 +200,17 @@ class Passes:
         Gradients are reduced over ranks here; the update may follow.
         """
         engine, stage = self._engine, self._engine.zero_optimization_stage()
-        _set_micro_batches(engine, self._micro_batches)
         factor = torch.where(good, 1.0, torch.nan).float()
         torch._foreach_mul_([gradient.view(-1)[:1] for gradient in self._sums], factor)
-        engine.micro_steps += self._micro_batches - 1  # `step` counts one
+        engine.micro_steps += self._left - 1  # `step` counts one
         engine.set_gradient_accumulation_boundary(True)
-        # New tensors every time: DeepSpeed replaces the memory of those that it finds.
-        gradients = self._views(self._flat.to(self._parameters[0].dtype))
-        if stage == 0:
-            self._set_gradients(gradients)
+        with engine.coalesce_grad_reduction() if stage else nullcontext():
+            # New tensors every time: DeepSpeed replaces the memory of those that it finds.
+            gradients = self._views(self._flat.to(self._parameters[0].dtype))
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+        if not stage:
             engine.allreduce_gradients()
-        else:
-            with engine.coalesce_grad_reduction():
-                self._set_gradients(gradients)
-
-    def _set_gradients(self, gradients: list[Tensor]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = flat.split([p.numel() for p in self._parameters])
@@ -244,53 +225,44 @@ class Passes:
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
         return loss.detach(), sums
 
-    def _graph_of(self, batch: Batch) -> "_Graph | None":
-        """Return the graph for batches of this shape; None, and from now on, if it is refused."""
+    def _graph_of(self, batch: Batch) -> Callable[[Batch], tuple[Tensor, Sums]] | None:
+        """Return what replays the graph for batches of this shape; None, and from now on, if it is
+        refused.
+        """
         # Waiting weights have a hook each (engine.holds), which a graph takes in.
         key = (*(tensor.shape for tensor in _tensors(batch)), bool(self._engine.holds))
         if key not in self._graphs:
+            if len(self._graphs) == _GRAPHS:
+                self._graphs.clear()
+            kept = self._flat.clone()  # what the micro-batches before this one left
             try:
-                self._graphs[key] = self._captured(batch)
+                self._graphs[key] = self._captured(batch.to(self._engine.device, copy=True))
             except RuntimeError as error:  # of torch, a library or the driver
                 if self._mode == "on":
                     raise UserError(f"train.cuda_graph = 'on': {first_line(error)}; write "
                                     "train.cuda_graph = \"off\"") from error
                 self._mode = "off"
-                _LOG.warning("WARNING: no CUDA graph, the GPU may wait for Python: %s",
-                             first_line(error))
-                return None
-        self._graphs.move_to_end(key)
-        while len(self._graphs) > _GRAPHS:
-            self._graphs.popitem(last=False)
-        return self._graphs[key]
+                _LOG.warning("WARNING: %s: %s", _NO_GRAPH, first_line(error))
+            finally:
+                self._flat.copy_(kept)
+        return self._graphs.get(key)
 
-    def _captured(self, batch: Batch) -> "_Graph":
-        fixed = batch.to(self._engine.device, copy=True)
+    def _captured(self, fixed: Batch) -> Callable[[Batch], tuple[Tensor, Sums]]:
         # Numbers of the host would stay those of this batch.
-        fraction = torch.zeros((), dtype=torch.float64, device=self._engine.device)
-        host: dict[str, Any] = {"num_targets": None, "num_tokens": None, "run_fraction": fraction}
-        fixed = dataclasses.replace(fixed, **host)
-        kept = self._flat.clone()  # what the micro-batches before this one left
-        try:
-            return _Graph(fixed, *capture(lambda: self._pass(fixed)))
-        finally:
-            self._flat.copy_(kept)
+        fraction: Any = torch.zeros((), dtype=torch.float64, device=self._engine.device)
+        nothing: Any = None
+        fixed = dataclasses.replace(fixed, num_targets=nothing, num_tokens=nothing,
+                                    run_fraction=fraction)
+        results, launch = capture(lambda: self._pass(fixed))
 
+        def replay(batch: Batch) -> tuple[Tensor, Sums]:
+            for own, tensor in zip(_tensors(fixed), _tensors(batch), strict=True):
+                own.copy_(tensor, non_blocking=True)
+            fraction.fill_(min(1.0, batch.run_fraction))
+            launch()
+            return results
 
-@dataclasses.dataclass
-class _Graph:
-    """A captured pass: the batch that it reads, and the results that each replay fills again."""
-
-    batch: Any
-    results: tuple[Tensor, Sums]
-    launch: Callable[[], None]
-
-    def replay(self, batch: Batch) -> tuple[Tensor, Sums]:
-        for fixed, tensor in zip(_tensors(self.batch), _tensors(batch), strict=True):
-            fixed.copy_(tensor, non_blocking=True)
-        self.batch.run_fraction.fill_(min(1.0, batch.run_fraction))
-        self.launch()
-        return self.results
+        return replay
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

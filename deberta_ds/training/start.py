@@ -300,8 +300,7 @@ def build(run: RunConfig, inputs: Inputs, record: RunRecord | None, say: Callabl
     tensors, notes = ({}, []) if record else first_weights(run, inputs.tokenizer)
     for line in notes:
         say(line)
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors,
-                                                   say)
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     if run.init.moments and not record:
         say(f"init: optimizer state of {take_moments(run, inputs, model_engine)}")
     return model_engine

@@ -122,51 +122,34 @@ def test_offload_is_refused(tmp_path, section, refused):
     problems = problems_with_optimizer("muon", {"zero_optimization": zero})
     assert [text.startswith("optim.name = 'muon'") for text in problems] == [True] * refused
     run, _ = load(make_run(tmp_path, warmup_steps='5\nname = "muon"'))
-    for check in (lambda: check_run(run, {"zero_optimization": zero}, 1, ""),
-                  lambda: make_plan(run, {"zero_optimization": zero}, gpu=GPUS["h100"], gpus=1,
-                                    nodes=1, mfu=0.4)):
+    both = (lambda: check_run(run, {"zero_optimization": zero}, 1, ""),
+            lambda: make_plan(run, {"zero_optimization": zero}, gpu=GPUS["h100"], gpus=1, nodes=1,
+                              mfu=0.4))
+    for check in both[:1 + refused]:
         with pytest.raises(ConfigError, match="or use adamw") if refused else nullcontext():
             check()
 
 
 SMALL_GROUPS = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0,
                                       "sub_group_size": 20_000}}
-LAYOUTS = [("zero0", 1, 0, {}), ("zero1", 1, 1, {}), ("zero2 by two", 2, 2, {}),
-           ("zero3 by two", 2, 3, SMALL_GROUPS),
-           ("zero1 by three", 3, 1, {})]
+LAYOUTS = [("zero0", 1, 0, {}), ("zero3 by two", 2, 3, SMALL_GROUPS), ("zero1 by three", 3, 1, {})]
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mlm", "rtd"])
-def test_every_stage_trains_and_resumes_alike(tmp_path, kind):
-    """Six steps of each layout, and of one that changes twice: the same weights; one that stops
-    and goes on in its own layout has the same bits.
+def test_every_cut_of_the_matrices_trains_alike(tmp_path):
+    """Four steps of two networks, clipped. What it saves is loaded bit for bit by every kind of
+    engine, which are at one place after two steps: checkpoint/test_checkpoint_files.py.
     """
-    run_file = make_run(tmp_path, steps="6", save_every="2", log_every="1", eval_every="6",
-                        global_batch_size="12", two_layers=True)
+    run_file = make_run(tmp_path, steps="4", save_every="4", eval_every="4", two_layers=True,
+                        global_batch_size="12")
     saved = {}
-
-    def run(name: str, ranks: int, stage: int, more: dict, *options: str) -> SavedState:
-        ds = deepspeed_json(tmp_path / f"{name}.json", stage, **more)
-        rank_helpers.run(ranks, [*options_of(run_file, ds), f"--objective.kind={kind}",
-                                 "--optim.name=muon", "--optim.clip_norm=0.1",
-                                 f"--out_dir={tmp_path / name.split('+')[0]}", *options],
-                         tmp_path / f"{name}.log")
-        return SavedState(newest(tmp_path / name.split("+")[0]))
-
     for name, ranks, stage, more in LAYOUTS:
-        if kind == "mlm" or name in ("zero0", "zero3 by two"):
-            saved[name] = run(name, ranks, stage, more)
-    if kind == "mlm":
-        run("again", 2, 3, SMALL_GROUPS, "--train.stop_after=3")
-        again, whole = run("again+", 2, 3, SMALL_GROUPS), saved["zero3 by two"]
-        for name in whole.shapes:
-            for key in (MASTER, *whole.state_keys(name)):
-                assert torch.equal(again.read(name, key), whole.read(name, key)), (name, key)
-    run("moved", 2, 1, {}, "--train.stop_after=2")
-    run("moved+", 1, 0, {}, "--train.stop_after=4")
-    saved["moved"] = run("moved++", 2, 3, {})
+        ds = deepspeed_json(tmp_path / f"{name}.json", stage, **more)
+        rank_helpers.run(ranks, [*options_of(run_file, ds), "--optim.name=muon",
+                                 "--optim.clip_norm=0.1", f"--out_dir={tmp_path / name}"],
+                         tmp_path / f"{name}.log")
+        saved[name] = SavedState(newest(tmp_path / name))
     first = saved.pop("zero0")
     matrices = {name for name in first.shapes if "exp_avg_sq" not in first.state_keys(name)}
     assert any(name.endswith("ffn_in.weight") for name in matrices)

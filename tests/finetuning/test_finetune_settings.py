@@ -105,7 +105,7 @@ def test_a_learning_rate_that_was_given_stays(process_group, tmp_path):
 
 
 def test_sift_has_the_published_weight_unless_it_is_set(tmp_path, monkeypatch):
-    monkeypatch.setattr("deberta_ds.engine.engine.check_deepspeed", lambda *_: [])
+    monkeypatch.setattr("deberta_ds.engine.engine.check_machine", lambda *_: [])
     monkeypatch.setattr("deberta_ds.finetuning.models.open_start", lambda *_: tiny_start())
     monkeypatch.setattr("deberta_ds.training.start.agreed_kernels", lambda choose: ["none"])
     monkeypatch.setattr("deberta_ds.training.start.join", lambda asked: None)

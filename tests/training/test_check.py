@@ -11,8 +11,12 @@ from data_helpers import make_corpus, tiny_tokenizer
 from launching import ROOT, deepspeed_json, make_run, options_of
 from rank_helpers import PRETRAIN, start, wait
 
+import deberta_ds
+from deberta_ds.base.errors import UserError
 from deberta_ds.config import run_config
+from deberta_ds.engine import ds_config
 from deberta_ds.tracking.records import read_metrics
+from deberta_ds.training import rehearsal
 from deberta_ds.training import start as starting
 
 pytestmark = [pytest.mark.multi]
@@ -54,19 +58,27 @@ def test_rows_without_a_target_are_called_so(tmp_path):
     assert len(failures) == 2 and "mask.rate" in failures[0] and "data.heldout" in failures[1]
 
 
-def test_a_check_refuses_what_a_start_would(tmp_path):
-    command = command_of(tmp_path)
+def test_a_check_refuses_what_a_start_would(tmp_path, process_group):
+    run_file = make_run(tmp_path)
+
+    def check(*extra: str, resume: str = "auto") -> None:
+        run, origins = run_config.load(run_file, extra)
+        ds = ds_config.load("ds_configs/zero1_fp32.json")
+        rehearsal.rehearse(run, ds, resume=resume, place="run.toml", origins=origins)
+
     (tmp_path / "file").write_text("")
-    text = run_badly([*command, "--check", f"--out_dir={tmp_path / 'file' / 'out'}"],
-                     tmp_path / "file.log")
-    assert f"{tmp_path / 'file'} is a file; choose another directory" in text
-    assert wait(start(1, [*command, "--train.stop_after=1"], tmp_path / "log")) == [0]
-    for extra, said in ((["--resume", "never"], "use --resume auto, or another out_dir"),
-                        (["--train.global_batch_size=7"], "micro_batch_size x world size"),
-                        (["--train.global_batch_size=4"], "is of another run"),
-                        (["--resume", str(tmp_path)], "not a whole checkpoint"),
-                        (["--train.upload=ftp://127.0.0.1:9/run"], "must allow to write")):
-        assert said in run_badly([*command, "--check", *extra], tmp_path / "bad.log")
+    with pytest.raises(UserError, match=f"{tmp_path}/file is a file; choose another directory"):
+        check(f"--out_dir={tmp_path / 'file' / 'out'}")
+    deberta_ds.train(run_file, {"train.stop_after": 1})
+    for extra, resume, said in (
+            ((), "never", "use --resume auto, or another out_dir"),
+            (("--train.global_batch_size=7",), "auto", "micro_batch_size x world size"),
+            (("--train.global_batch_size=4",), "auto", "is of another run"),
+            ((), str(tmp_path), "not a whole checkpoint"),
+            (("--train.upload=ftp://127.0.0.1:9/run",), "auto", "must allow to write")):
+        with pytest.raises(UserError, match=said):
+            check(*extra, resume=resume)
+    command = options_of(run_file, deepspeed_json(tmp_path / "ds.json", 1))
     assert wait(start(1, [*command, "--check"], tmp_path / "good.log")) == [0]
     assert "would go on from" in (tmp_path / "good.log").read_text()
     assert "step-00000001, step 1\n" in (tmp_path / "good.log").read_text()
@@ -90,7 +102,7 @@ def test_what_is_rarely_meant_is_said(tmp_path):
 
 
 def test_kernels_are_named_by_check_at_the_start_and_in_the_runs_config(tmp_path):
-    command = [*command_of(tmp_path), "--model.attention=reference"]
+    command = [*command_of(tmp_path), "--model.attention=reference", "--train.stop_after=1"]
     for extra in (["--check"], []):
         log = tmp_path / f"log{len(extra)}"
         assert wait(start(1, [*command, *extra], log)) == [0], log.read_text()

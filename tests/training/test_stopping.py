@@ -125,16 +125,15 @@ def bad_step_runs(tmp_path_factory):
     """({run: {step: digests of the weights before it}}, where the runs are); step 7 was bad."""
     root = tmp_path_factory.mktemp("pass_over")
     run_file = make_run(root, steps="12", eval_every="100")
-    files = [deepspeed_json(root / f"zero{stage}.json", stage) for stage in (1, 2, 3)]
+    files = [deepspeed_json(root / f"zero{stage}.json", stage) for stage in (1, 3)]
     files.append(ROOT / "ds_configs/zero2_fp16.json")
-    rank_helpers.run(2, [str(run_file), str(root / "out.json"), "7", f"skip={files[2]}",
+    rank_helpers.run(2, [str(run_file), str(root / "out.json"), "7", f"skip={files[1]}",
                          *(f"rollback={file}" for file in files)],
                      root / "log", ROOT / "tests/workers/pass_over.py")
     return json.loads((root / "out.json").read_text()), root
 
 
-@pytest.mark.parametrize("name", ["skip-zero3", "rollback-zero1", "rollback-zero2",
-                                  "rollback-zero3"])
+@pytest.mark.parametrize("name", ["skip-zero3", "rollback-zero1", "rollback-zero3"])
 @pytest.mark.multi
 @pytest.mark.slow
 def test_a_bad_step_is_skipped_and_its_rows_are_recorded(bad_step_runs, name):
@@ -148,7 +147,7 @@ def test_a_bad_step_is_skipped_and_its_rows_are_recorded(bad_step_runs, name):
     assert [r["step"] for r in records if r["kind"] == "train"] == [*range(1, 8), *range(9, 13)]
 
 
-@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "zero2_fp16"])
+@pytest.mark.parametrize("kind", ["zero1", "zero3", "zero2_fp16"])
 @pytest.mark.multi
 @pytest.mark.slow
 def test_after_a_rollback_a_run_is_a_fresh_resume_without_those_rows(bad_step_runs, kind):
@@ -188,7 +187,8 @@ def test_a_signal_saves_with_the_shipped_workers(tmp_path, launcher, what, code)
     text = (tmp_path / "log").read_text()
     assert (result.exit_code, result.saved_step) == (code, result.last_step), text[-4000:]
     assert result.last_step >= 3 and result.left_running == 0
-    assert "Traceback" not in text and "the same command goes on from here" in text
+    assert "Traceback" not in text
+    assert "exit code 75 (a launcher's own may be 1): the same command goes on from here" in text
 
 
 @pytest.mark.slow
@@ -228,24 +228,6 @@ def test_a_loss_scale_that_cannot_fall_is_one_clear_error():
     engine = SimpleNamespace(optimizer=SimpleNamespace(overflow=True), step=take_step)
     with pytest.raises(BadStepError, match="lowest loss scale; train in bf16"):
         update(engine)
-
-
-@pytest.mark.slow
-def test_two_runs_on_one_out_dir(job):
-    arguments, root = job
-    arguments.append("--train.global_batch_size=2")
-    first = rank_helpers.start(1, arguments, root / "log")
-    wait_for_step(2, first, root)
-    second = rank_helpers.wait(rank_helpers.start(1, arguments, root / "second.log"))
-    text = (root / "second.log").read_text()
-    assert second == [2] and "another job writes there" in text and "Traceback" not in text
-    assert f"process {first[0].pid} on" in text
-    rank_helpers.kill(first)
-    assert (root / "out" / lock.NAME).exists()
-    third = rank_helpers.wait(rank_helpers.start(1, [*arguments, "--train.stop_after=2"],
-                                                 root / "third.log"))
-    assert third == [0], (root / "third.log").read_text()[-4000:]
-    assert not (root / "out" / lock.NAME).exists()
 
 
 def test_a_rollback_goes_on_with_the_losses_of_its_checkpoint(monkeypatch):

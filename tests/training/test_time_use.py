@@ -138,7 +138,7 @@ def test_a_journal_goes_on_where_its_checkpoint_was(monkeypatch):
     monkeypatch.setattr(journal, "objective_of", lambda run: SimpleNamespace(
         flops_per_token=lambda run: 1.0, means=lambda run, sums: sums))
     inputs = SimpleNamespace(ds={}, tokenizer=SimpleNamespace(sha256=""), dataset=SimpleNamespace(
-        num_rows={"a": 40}), identity=lambda: {})
+        num_rows={"a": 40}), identity={})
     started = SimpleNamespace(
         record=record, inputs=inputs, lost_before=5.0, lost_now=2.0,
         found=SimpleNamespace(begun_from=""), log=SimpleNamespace(metrics=lines.append),
