@@ -32,7 +32,7 @@ docs: .venv-docs/.installed
 .venv-docs/.installed: constraints.txt Makefile
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt \
-		mkdocs mkdocs-material 'mkdocstrings[python]'
+		mkdocs mkdocs-material
 	touch $@
 
 setup: $(STAMP)

@@ -73,8 +73,8 @@ setup(
         "ninja",
     ],
     extras_require=EXTRAS | {
-        "docs": ["mkdocs", "mkdocs-material", "mkdocstrings[python]"],
-        "dev": ["mypy", "pytest", "pytest-xdist", "hypothesis", "ruff", "scikit-learn", "seqeval",
-                "torchmetrics"],
+        "docs": ["mkdocs", "mkdocs-material"],
+        "dev": ["mypy", "pytest", "pytest-xdist", "hypothesis", "ruff", "scikit-learn",
+                "seqeval"],
     },
 )

@@ -12,7 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deberta_ds.base.command_line import natural, parser_for, positive, positive_number
+from deberta_ds.base.command_line import (
+    accept_old,
+    natural,
+    parser_for,
+    positive,
+    positive_number,
+)
 from deberta_ds.base.errors import UserError, exit_cleanly
 
 if TYPE_CHECKING:
@@ -29,15 +35,17 @@ def main() -> None:
                         help="sampling temperature; 1: natural shares")
     parser.add_argument("--weights", type=positive_number, nargs="+", action="extend",
                         help="shares of the corpora, instead of a temperature")
-    parser.add_argument("--rows", type=natural, default=0,
+    parser.add_argument("--sequences", type=natural, default=0,
                         help="sequences of the run; 0: as many as all corpora hold")
     parser.add_argument("--after", nargs="+", action="extend", default=[], metavar="RUN",
                         help="out_dir or checkpoint of each earlier stage, oldest first")
-    parser.add_argument("--stretch", type=float, nargs=2, metavar=("FROM", "TO"),
+    parser.add_argument("--part", type=float, nargs=2, metavar=("FROM", "TO"),
                         help="range of the shards, such as 0.9 1; default: all, or as before")
     parser.add_argument("--cache", metavar="DIRECTORY",
                         help="directory for copies of corpora at a URL; default: that of the "
                         "last run of --after, else ~/.cache/deberta_ds")
+    accept_old(parser, "--rows", "--sequences")
+    accept_old(parser, "--stretch", "--part")
     args = parser.parse_args()
 
     from deberta_ds.config.toml_files import BUILT, read_built
@@ -50,9 +58,9 @@ def main() -> None:
         if args.temperature == 1:
             args.weights = args.weights or [source["weight"] for source in built]
     stages = [_read_stage(path) for path in args.after]
-    part = tuple(args.stretch) if args.stretch else None
+    part = tuple(args.part) if args.part else None
     if part and not 0 <= part[0] < part[1] <= 1:
-        raise UserError(f"--stretch {part[0]} {part[1]}: must be FROM TO with 0 <= FROM < TO <= 1")
+        raise UserError(f"--part {part[0]} {part[1]}: must be FROM TO with 0 <= FROM < TO <= 1")
     cache = stages[-1].cache if stages else Cache()
     if args.cache:
         cache = replace(cache, directory=args.cache)
@@ -65,13 +73,13 @@ def main() -> None:
         raise UserError(f"{len(args.weights)} weights for {len(corpora)} corpora; give one each")
     weights = args.weights or temperature_weights(sizes, args.temperature)
     mixture = build_mixture(weights)
-    rows = args.rows or sum(sizes)
+    rows = args.sequences or sum(sizes)
     used = mixture.consumed(rows)
     for source, size, share, weight, taken in zip(
         sources, sizes, mixture.shares(), weights, used, strict=True):
         first, last = source.first_sequence / size, (source.first_sequence + taken) / size
-        print(f"[[data.sources]]  # {size:,} rows, {share:.2%} of the run, "
-              f"epochs {first:.2f} to {last:.2f} in {rows:,} rows")
+        print(f"[[data.sources]]  # {size:,} sequences, {share:.2%} of the run, "
+              f"epochs {first:.2f} to {last:.2f} in {rows:,} sequences")
         print("\n".join(source_lines(source, weight)) + "\n")
 
 

@@ -8,7 +8,7 @@ With a run file: show.py --config RUN.toml, with overrides as for a run. Without
 import sys
 from typing import TYPE_CHECKING
 
-from deberta_ds.base.command_line import natural, parser_for, positive
+from deberta_ds.base.command_line import accept_old, natural, parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="tokenizer of the corpus, without --config")
     parser.add_argument("--seq_len", type=positive, help="sequence length in tokens, without "
                                                          "--config")
-    parser.add_argument("--rows", type=positive, default=2, help="number of sequences to print")
+    parser.add_argument("--sequences", type=positive, default=2,
+                        help="number of sequences to print")
+    accept_old(parser, "--rows", "--sequences")
     parser.add_argument("--first", type=natural, default=0,
                         help="number of the first sequence to print")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto",
@@ -51,7 +53,7 @@ def main() -> None:
                          sample_by=objective.sample_by, rows_of_run=rows_of_run,
                          cache=Cache(data.cache, data.cache_gigabytes))
     color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
-    for g in range(args.first, args.first + args.rows):
+    for g in range(args.first, args.first + args.sequences):
         row = dataset[g]
         source, number = dataset.locate(g)
         real, targets = int((row.segments > 0).sum()), int((row.labels >= 0).sum())

@@ -90,7 +90,10 @@ def rows_of(path: str, columns: Mapping[str, int], encoding: str = "", key: str 
         found = ((place, converted(place, row)) for place, row in read_each(
             path, class_names=True, encoding=encoding))
     else:
+        if key and not columns and suffix == ".conllu":
+            columns = {"word": _CONLLU["word"], "tag": -1}
         found = read_sentences(path, columns, encoding)
+    is_found = not key
     for _, row in found:
         if isinstance(row, UserError):
             raise row
@@ -99,10 +102,14 @@ def rows_of(path: str, columns: Mapping[str, int], encoding: str = "", key: str 
                 keys = sorted({part.split("=")[0] for tag in fields for part in tag.split("|")})
                 raise UserError(f"{path}: the tags are fields, such as {fields[0]!r}; name the one "
                                 f"to take: --key {' or '.join(keys)}, or --key all for the whole")
-            row["tags"] = row["tags"] if key == "all" else [
-                dict(part.split("=", 1) for part in tag.split("|") if "=" in part).get(key, "O")
-                for tag in row["tags"]]
+            parts = [dict(part.split("=", 1) for part in tag.split("|") if "=" in part)
+                     for tag in row["tags"]]
+            is_found |= key == "all" or any(key in part for part in parts)
+            row["tags"] = row["tags"] if key == "all" else [part.get(key, "O") for part in parts]
         yield row
+    if not is_found:
+        raise UserError(f"{path}: no tag has a field {key}=; name the column of the fields: --tag "
+                        "(-1: the last), or leave --key out")
 
 
 def converted(place: str, row: Any) -> dict[str, Any] | UserError:
@@ -211,7 +218,7 @@ def _without_language(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, s
 def _blocks(lines: Iterable[tuple[str, str]]) -> Iterator[list[Line]]:
     """Yield the lines between blank ones. A no-break or other wide space is part of a column."""
     for is_word, group in itertools.groupby(lines, lambda line: bool(
-            line[1].strip() and not line[1].startswith("-DOCSTART-"))):
+            line[1].strip() and not line[1].startswith(("-DOCSTART-", "#end document")))):
         stripped = ((place, line.rstrip("\t")) for place, line in group if is_word)
         if block := [(place, line, line.split("\t") if "\t" in line else
                       [cell for cell in line.split(" ") if cell]) for place, line in stripped]:

@@ -1,10 +1,12 @@
 """Run everything on this machine: corpus, pretraining, resume, export, fine-tuning, report.
 
 `make demo` calls this. It runs the commands that a user would run and prints each one. Everything
-it writes is in runs/demo. The output of an earlier demo is moved to runs/demo-before.
+it writes is in runs/demo. The output of an earlier demo is moved to runs/demo-before. At the end,
+each score has its 95 % interval and the baseline, which is what a model without learning reaches.
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -23,9 +25,27 @@ from deberta_ds.tracking.records import read_metrics
 OUT, BEFORE = Path("runs/demo"), Path("runs/demo-before")
 CONFIG = "launch/runs/demo.toml"
 NOVELS = Path("examples/models/novels_7m")
-SHORT_STEPS = 20
-MOST_RANKS = 2  # the run file's 16 rows a step are two micro-batches of 8
+PAIRS = Path("launch/runs/minimal_pairs.jsonl")
+SHORT_STEPS = 10
+MOST_RANKS = 2  # the run file's 16 sequences per step are two micro-batches of 8
 STOP_SHARE = 0.5  # the first pretraining job stops here, the second one resumes
+_Z = 1.96  # of a 95 % interval
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything: a demo that learns, or one that only shows that all commands run."""
+
+    text_bytes: int
+    vocab_size: int
+    options: tuple[str, ...] = ()  # of pretraining
+    pairs: tuple[str, ...] = ()  # of minimal_pairs.py
+    tuning: tuple[str, ...] = ()  # of superglue.py
+
+
+FULL = Size(6_000_000, 8000)
+SHORT = Size(400_000, 1000, tuning=("--all.epochs=1",), pairs=("--sample", "2"), options=(
+    f"--train.steps={SHORT_STEPS}", "--optim.warmup_steps=2", "--train.eval_sequences=16"))
 
 
 @dataclass
@@ -91,7 +111,8 @@ def _environment() -> dict[str, str]:
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--short", action="store_true",
-                        help=f"pretrain for {SHORT_STEPS} steps only, which learns little")
+                        help=f"run every command on little text and for {SHORT_STEPS} steps, "
+                             "which learn nothing")
     parser.add_argument("--seed", type=int, default=0,
                         help="seed of the weights, the sequence order and the masks (default: 0)")
     options = parser.parse_args()
@@ -100,7 +121,9 @@ def main() -> None:
 
     started = time.monotonic()
     gpus = gpus_taken(count_gpus())
-    launcher = ("deepspeed", f"--num_gpus={gpus or MOST_RANKS}", "--quiet")
+    size = SHORT if options.short else FULL
+    ranks = gpus or (1 if options.short else MOST_RANKS)
+    launcher = ("deepspeed", f"--num_gpus={ranks}", "--quiet")
     ds_config = deepspeed_config(gpus)
     demo = Demo()
     if OUT.exists():
@@ -109,14 +132,17 @@ def main() -> None:
             shutil.rmtree(BEFORE)
         print(f"$ mv {OUT} {BEFORE}")
         OUT.rename(BEFORE)
-    prepare_data(demo)
+    prepare_data(demo, size)
     seeds = [f"--{section}.seed={options.seed}" for section in ("train", "data") if options.seed]
-    pretrain(demo, launcher, ds_config, options.short, seeds)
+    pretrain(demo, launcher, ds_config, [*size.options, *seeds])
+    score_grammar(demo, size)
     export(demo)
-    fine_tune(demo, launcher)
+    fine_tune(demo, size)
     total = time.monotonic() - started
-    demo.note("whole demo", f"GPUs: {gpus}" if gpus else f"{MOST_RANKS} CPU processes",
-              f"{format_duration(total)}, peak memory {demo.peak_bytes / 2**30:.1f} GiB", 0.0)
+    used = sum(os.times()[:4])
+    demo.note("whole demo", f"GPUs: {gpus}" if gpus else f"CPU processes: {ranks}",
+              f"{format_duration(total)}, {format_duration(used)} of processor time, peak memory "
+              f"{demo.peak_bytes / 2**30:.1f} GiB", 0.0)
     write_atomic(OUT / "summary.json", json.dumps([asdict(row) for row in demo.rows], indent=1))
     demo.run("python", "launch/report.py", "--run", OUT, "--fill_mask",
              "Return the [MASK] of the list.",
@@ -137,15 +163,15 @@ def deepspeed_config(gpus: int) -> str:
     return f"ds_configs/{'zero1_bf16' if gpus else cpu.deepspeed_json()}.json"
 
 
-def prepare_data(demo: Demo) -> None:
+def prepare_data(demo: Demo, size: Size) -> None:
     text, corpus, model = OUT / "text", OUT / "corpus", OUT / "spm.model"
-    seconds = demo.run("python", "data_prep/docstrings.py", "--out", text,
-                       "--pinned", "constraints.txt")
+    seconds = demo.run("python", "data_prep/docstrings.py", "--out", text, "--pinned",
+                       "constraints.txt", "--max_bytes", str(size.text_bytes))
     megabytes = (text / "train.jsonl").stat().st_size / 1e6
-    demo.note("corpus", "docstrings of six pinned packages", f"{megabytes:.1f} MB", seconds)
+    demo.note("corpus", "docstrings of pinned packages", f"{megabytes:.1f} MB", seconds)
     seconds = demo.run("python", "data_prep/train_tokenizer.py", text / "train.jsonl",
-                       "--out", model, "--vocab_size", "8000")
-    demo.note("tokenizer", "SentencePiece unigram", "8,000 tokens", seconds)
+                       "--out", model, "--vocab_size", str(size.vocab_size))
+    demo.note("tokenizer", "SentencePiece unigram", f"{size.vocab_size:,} tokens", seconds)
     seconds = 0.0
     for part in ("train", "heldout"):
         seconds += demo.run("python", "data_prep/tokenize_corpus.py", text / f"{part}.jsonl",
@@ -157,13 +183,10 @@ def prepare_data(demo: Demo) -> None:
     demo.note("token shards", "packed into sequences of 128", f"{format_count(tokens)} tokens",
               seconds)
     demo.run("python", "data_prep/show.py", corpus / "train", "--tokenizer", model, "--seq_len",
-             "128", "--rows", "2")
+             "128", "--sequences", "2")
 
 
-def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool,
-             seeds: list[str]) -> None:
-    overrides = [*seeds, *([f"--train.steps={SHORT_STEPS}", "--optim.warmup_steps=5"] if short
-                           else [])]
+def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, overrides: list[str]) -> None:
     command = (*launcher, "launch/pretrain.py", "--config", CONFIG, "--deepspeed_config", ds_config,
                *overrides)
     from deberta_ds.config import run_config
@@ -177,20 +200,24 @@ def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool,
     resumed = [r for r in records if r.get("event") == "resume"]
     demo.note("resume", resumed[-1]["detail"], f"step {resumed[-1]['step']} to {steps}", seconds)
     scores = [r for r in records if r["kind"] == "eval"][-1]
+    share, error = scores["generator_accuracy"], _Z * scores["accuracy_error"]
     demo.note("generator", "masked accuracy on the held-out set",
-              f"{scores['generator_accuracy']:.1%} (most frequent token: "
+              f"{share:.1%} ({share - error:.1%} to {share + error:.1%}; most frequent token: "
               f"{scores['unigram_accuracy']:.1%})", 0.0)
-    demo.note("discriminator", "on the held-out set",
-              f"ROC-AUC {scores['roc_auc']:.3f}, gain over prior "
-              f"{scores['discriminator_gain']:+.4f} nats", 0.0)
-    demo.note("minimal pairs", "200 of this project's own, by the discriminator",
-              f"{scores['minimal_pairs']:.1%} (chance: 50.0%)", 0.0)
-    seconds = demo.run("python", "launch/minimal_pairs.py", "--model", NOVELS, "--data",
-                       "launch/runs/minimal_pairs.jsonl", "--out", OUT / "minimal_pairs")
-    found = json.loads((OUT / "minimal_pairs/minimal_pairs.json").read_text())["scorers"]
-    score = next(iter(found.values()))
+    area, error = scores["roc_auc"], _Z * scores["roc_auc_error"]
+    demo.note("discriminator", "ROC-AUC on the held-out set",
+              f"{area:.3f} ({area - error:.3f} to {area + error:.3f}; chance: 0.500)", 0.0)
+
+
+def score_grammar(demo: Demo, size: Size) -> None:
+    """Score the committed model: the demo's own learns no grammar of so few tokens."""
+    seconds = demo.run("python", "launch/minimal_pairs.py", "--model", NOVELS, "--data", PAIRS,
+                       "--out", OUT / "minimal_pairs", *size.pairs)
+    found = json.loads((OUT / "minimal_pairs/minimal_pairs.json").read_text())
+    score = next(iter(found["scorers"].values()))
     low, high = score["interval"]
-    demo.note("minimal pairs", f"the same, by {NOVELS.name}, trained on 50 times as many tokens",
+    demo.note("minimal pairs", f"{found['pairs']} of this project, by {NOVELS.name}, which has "
+              "read 100 times as many tokens",
               f"{score['accuracy']:.1%} ({low:.1%} to {high:.1%}; chance: 50.0%)", seconds)
 
 
@@ -200,22 +227,28 @@ def export(demo: Demo) -> None:
     demo.note("export", "AutoModel and AutoTokenizer agree with ours", f"{size:.1f} MB", seconds)
 
 
-def fine_tune(demo: Demo, launcher: tuple[str, ...]) -> None:
-    """Fine-tune the demo's model, and one that has seen fifty times as many tokens."""
-    real = os.environ.get("SUPERGLUE_DIR")
-    data = "real data" if real else "a small sample written for this project"
-    sizes = () if real else ("--any_size",)
-    for model, out, more in ((OUT / "hf", OUT / "superglue", ()),
-                             (NOVELS, OUT / "superglue-novels", ("--all.learning_rate=0",))):
-        seconds = demo.run(*launcher, "launch/superglue.py", "--tasks", "RTE", "CB",
-                           "--model", model, "--data", real or "tests/fixtures/superglue",
-                           "--out", out, "--seeds", "1", "--skip_test", *sizes,
-                           "--config", "launch/runs/superglue/demo.toml", *more)
-        results = json.loads((out / "results.json").read_text())["tasks"]
-        for name, task in results.items():
-            demo.note(f"SuperGLUE {name}", f"{model}; {', '.join(task['metrics'])}; {data}",
-                      f"{task['score']['median']:.1%} (majority class: {task['baseline']:.1%})",
-                      seconds / len(results))
+def fine_tune(demo: Demo, size: Size) -> None:
+    real, out = os.environ.get("SUPERGLUE_DIR"), OUT / "superglue"
+    data, about = (real, "") if real else ("tests/fixtures/superglue", " of a small sample")
+    seconds = demo.run("python", "launch/superglue.py", "--tasks", "RTE", "CB",
+                       "--model", OUT / "hf", "--data", data, "--out", out,
+                       "--seeds", "1", "--skip_test", *(() if real else ("--any_size",)),
+                       "--config", "launch/runs/superglue/demo.toml", *size.tuning)
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    for run in runs:
+        scores = run["scores"]["val"]
+        share, rows = scores["metrics"]["accuracy"]["value"], scores["examples"]
+        low, high = wilson(share, rows)
+        demo.note(f"SuperGLUE {run['task']}", f"accuracy on {rows} validation rows{about}",
+                  f"{share:.1%} ({low:.1%} to {high:.1%}; majority class: "
+                  f"{scores['majority']['accuracy']:.1%})", seconds / len(runs))
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of `count` independent answers (Wilson 1927)."""
+    middle = share + _Z**2 / (2 * count)
+    width = _Z * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2)
+    return tuple((middle + sign * width) / (1 + _Z**2 / count) for sign in (-1, 1))
 
 
 def print_summary(rows: list[Row]) -> None:

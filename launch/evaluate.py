@@ -1,6 +1,6 @@
 """Score the networks of a pretraining checkpoint on the held-out set, next to their baselines.
 
-    python launch/evaluate.py --run runs/v3_base --data shards/more --rows 1000
+    python launch/evaluate.py --run runs/v3_base --data shards/more --sequences 1000
 
 Runs in one process in fp32 and reads checkpoints of any ZeRO stage and world size. Masks and
 samples are fixed, so scores of different checkpoints can be compared. Scores of discriminators from
@@ -11,7 +11,7 @@ tokens.
 
 import json
 
-from deberta_ds.base.command_line import parser_for, positive
+from deberta_ds.base.command_line import accept_old, parser_for, positive
 from deberta_ds.base.errors import UserError, exit_cleanly
 
 
@@ -22,8 +22,9 @@ def main() -> None:
                         help="packed corpora, scored together and one by one (default: "
                              "data.heldout)")
     parser.add_argument("--tokenizer", help="tokenizer (default: that of the run)")
-    parser.add_argument("--rows", type=positive,
+    parser.add_argument("--sequences", type=positive,
                         help="number of sequences, at least 1 (default: as in the run)")
+    accept_old(parser, "--rows", "--sequences")
     parser.add_argument("--generator", metavar="MODEL",
                         help="score the discriminator on the replacements of this run or model")
     options = parser.parse_args()
@@ -57,7 +58,7 @@ def main() -> None:
         if own is not None:
             check_same(tokenizer, own, options.run)
     rows = held_out_sequences(run, tokenizer, corpora, stored,
-                              options.rows or run.train.eval_sequences)
+                              options.sequences or run.train.eval_sequences)
     if options.generator:
         scores = score_discriminator(place, options.generator, rows)
     else:

@@ -134,7 +134,7 @@ class Model:
 
         Examples:
             >>> [token for token, _ in load(MODEL).replaced("A day.")] == list(
-            ...     load(MODEL).tokenizer.pieces(load(MODEL).tokenizer.encode("A day.")))
+            ...     load(MODEL).tokenizer.subwords(load(MODEL).tokenizer.encode("A day.")))
             True
         """
         head = self._loaded.replaced_token_head
@@ -144,5 +144,5 @@ class Model:
         rows = encode_sentences([text], self.tokenizer, self._loaded.model_config.max_position)
         scores_BL = original_scores(self.module, head, rows, np.array([0]))
         ids = rows[0][1:-1]
-        return list(zip(self.tokenizer.pieces(ids), (1 - np.exp(scores_BL[0, 1:-1])).tolist(),
+        return list(zip(self.tokenizer.subwords(ids), (1 - np.exp(scores_BL[0, 1:-1])).tolist(),
                         strict=True))

@@ -53,6 +53,11 @@ def parser_for(description: str) -> argparse.ArgumentParser:
                                    formatter_class=_Formatter, allow_abbrev=False)
 
 
+def accept_old(parser, old: str, new: str) -> None:
+    """Take the option's name of 0.2.0, `old`, as well; the help does not show it."""
+    parser._option_string_actions[old] = parser._option_string_actions[new]
+
+
 def columns() -> int:
     """Return how wide lines for this terminal may be."""
     return min(shutil.get_terminal_size().columns, _MOST_COLUMNS)

@@ -8,6 +8,7 @@ its traceback. Classes of other libraries are known by name, so that nothing hea
 import atexit
 import errno
 import os
+import re
 import signal
 import stat
 import sys
@@ -294,7 +295,7 @@ def _system_message(error: OSError, path) -> str:
 
 def looked_in(path: Any) -> str:
     """Return where a relative path was looked for, which depends on where a command is started."""
-    is_relative = path and "://" not in str(path) and not os.path.isabs(str(path))
+    is_relative = path and not re.match(r"/|[a-z0-9+]+:", str(path))
     return f" (looked in {os.getcwd()})" if is_relative else ""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.errors import UserError, first_line, looked_in
 from deberta_ds.base.files import cache_directory
 from deberta_ds.checkpoint.run_record import BEST, DIRECTORY, MANIFEST
 from deberta_ds.files import remote
@@ -67,7 +67,7 @@ def _of_the_hub(name: str) -> Path:
         return Path(snapshot_download(repository, revision=revision or None,
                                       ignore_patterns=_NEVER_READ))
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"{name}: no such file or directory, and no model that can be fetched from "
-                        f"the Hugging Face Hub ({first_line(error)}); check the name, log in with "
-                        "`hf auth login`, or download it elsewhere and name its directory"
-                        ) from error
+        raise UserError(f"{name}: no such file or directory{looked_in(name)}, and no model that "
+                        f"can be fetched from the Hugging Face Hub ({first_line(error)}); check "
+                        "the name, log in with `hf auth login`, or download it elsewhere and name "
+                        "its directory") from error

@@ -4,7 +4,7 @@ import math
 from contextlib import suppress
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import user_code
@@ -13,6 +13,8 @@ from deberta_ds.config.options import STRICT, OneOfOrOwn, option
 
 _Rate = Annotated[float, Field(gt=0, lt=1)]
 _Temperature = Annotated[float, Field(ge=0.01, le=100)]
+_SampleBy = Annotated[Literal["epoch", "run"],  # "course": of 0.2.0
+                      BeforeValidator(lambda value: "run" if value == "course" else value)]
 _RATE_STEPS = 8  # numbers of slots of a run whose mask rate changes
 _OVERSHOOT = 16  # tokens of the word with which the official sampler passes its budget
 
@@ -103,9 +105,9 @@ class ObjectiveConfig:
     final_temperature: _Temperature | None = option("rtd: final temperature. Interpolated linearly "
                                                     "over training; evaluation always uses the "
                                                     "final value. Unset: constant", None)
-    sample_by: Literal["epoch", "course"] = option(
+    sample_by: _SampleBy = option(
         "rtd_cached: which stored sample of the replacements is used; epoch: the next one in every "
-        "epoch; course: one after another over the run, for example from hot to cold", "epoch")
+        "epoch; run: one after another over the run, for example from hot to cold", "epoch")
 
     def __post_init__(self):
         for name, value in (("mask.final_rate", self.mask.final_rate),

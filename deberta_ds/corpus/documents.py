@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError, looked_in, naming
 from deberta_ds.base.user_code import is_own
 from deberta_ds.files.inputs import (
     COMPRESSED_SUFFIXES,
@@ -210,7 +210,7 @@ def _whole_inputs(name: str, options: ReadOptions, skipped: list[str]
 def _named_files(name: str) -> Iterator[tuple[str, int, str]]:
     paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
     if not paths:
-        raise UserError(f"{name}: no such file or directory")
+        raise UserError(f"{name}: no such file or directory{looked_in(name)}")
     seen = set()  # "**" gives directories and what is in them
     for path in paths:
         for found in _local_files(path):
@@ -261,7 +261,7 @@ def _remote_files(name: str) -> list[tuple[str, int, str]]:
     except Exception as error:  # each file system has errors of its own, all about this input
         raise UserError(f"{name}: cannot be listed ({type(error).__name__}: {error})") from error
     if not details:
-        raise UserError(f"{name}: no such file or directory")
+        raise UserError(f"{name}: no such file or directory{looked_in(name)}")
     for detail in details:
         if detail.get("type") == "other":
             raise UserError(f"{detail['name']}: is a pipe or a device; give a file")

@@ -47,13 +47,13 @@ def extend_tokenizer(path: str | Path, out: str | Path, symbols: list[str], lear
     if SPM in files and settings["added_tokens"]:  # with which the model is not read
         bare = {name: files[name] for name in (SPM, NAMES) if name in files}
         old = Tokenizer.of_files(bare, path)
-        check_settings(settings | {"added_tokens": {}}, old.pieces(range(old.size)),
+        check_settings(settings | {"added_tokens": {}}, old.subwords(range(old.size)),
                        dict(old.special_ids), files[SPM].path)
     else:
         old = Tokenizer(path)
     specification = deepcopy(old.specification) or json.loads(build_tokenizer_json(old))
     add_tokens(specification, settings["added_tokens"])
-    known = {*old.pieces(range(old.size)),
+    known = {*old.subwords(range(old.size)),
              *(token["content"] for token in specification["added_tokens"])}
     new = [symbol for symbol in symbols if symbol not in known]
     first = max([old.size, *(token["id"] + 1 for token in specification["added_tokens"])])
@@ -78,7 +78,7 @@ def extend_tokenizer(path: str | Path, out: str | Path, symbols: list[str], lear
 def _learned(tokenizer: Tokenizer, specification: dict, words: Counter[str], count: int,
              known: set[str]) -> tuple[Merges, list[str]]:
     """Return merges of a tokenizer's pieces in order, and the `count` new pieces that they give."""
-    pieces = tokenizer.pieces(range(tokenizer.size))
+    pieces = tokenizer.subwords(range(tokenizer.size))
     added = {token["content"] for token in specification["added_tokens"]}
     barred = tokenizer.is_special() | np.array([byte_value(piece) is not None or piece in added
                                                 for piece in pieces])

@@ -9,7 +9,7 @@ from deberta_ds.corpus.encode import left_out
 from deberta_ds.corpus.pack import manifest_of
 from deberta_ds.data.corpus import open_shard
 from deberta_ds.data.shards import Manifest, planned_lengths, read_rows_manifest, rows_directory
-from deberta_ds.tokenizer import Tokenizer, unknown_pieces
+from deberta_ds.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.tokenizer.words import byte_value
 
 _CHUNK_TOKENS = 1 << 18
@@ -85,7 +85,7 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
         lines.append(f"  {2**power:>9,} .. {2 ** (power + 1) - 1:<9,} {count:>9,} "
                      + "#" * round(40 * count / largest))
     order = np.argsort(-stats.frequencies, kind="stable")[:top].tolist()
-    pairs = zip(tokenizer.pieces(order), stats.frequencies[order].tolist(), strict=True)
+    pairs = zip(tokenizer.subwords(order), stats.frequencies[order].tolist(), strict=True)
     frequent = "  ".join(f"{piece} {count / max(1, tokens):.2%}" for piece, count in pairs)
     lines += ["", f"  top {top} tokens: {frequent}"]
     return "\n".join(lines)
@@ -93,7 +93,7 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
 
 def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     """Return what shows that the tokenizer was not made for this text."""
-    pieces = tokenizer.pieces(range(len(stats.frequencies)))
+    pieces = tokenizer.subwords(range(len(stats.frequencies)))
     tokens = max(1, int(stats.frequencies.sum()))
     in_bytes = sum(int(count) for piece, count in zip(pieces, stats.frequencies, strict=True)
                    if byte_value(piece) is not None) / tokens  # a byte-level BPE has no such
@@ -101,8 +101,8 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     remedy = "another language or script than the tokenizer's? Train one on text like this"
     found = []
     if in_bytes > _MANY_BYTES:
-        found.append(f"{in_bytes:.1%} of the tokens are single bytes of characters that it has no "
-                     f"piece for; {remedy}")
-    if lost := unknown_pieces(unknown, tokens):
+        found.append(f"{in_bytes:.1%} of the tokens are single bytes of characters that are not "
+                     f"in its vocabulary; {remedy}")
+    if lost := unknown_tokens(unknown, tokens):
         found.append(f"{lost}; {remedy}")
     return found

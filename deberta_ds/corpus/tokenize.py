@@ -47,7 +47,7 @@ from deberta_ds.data.shards import (
     token_dtype,
     write_manifest,
 )
-from deberta_ds.tokenizer import Tokenizer, unknown_pieces
+from deberta_ds.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.tokenizer.segmented import SegmentedTokenizer
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
 
@@ -73,8 +73,8 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
     targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
     _check_heldout(targets, heldout_share, drop_heldout)
     if tokenizer.lost:
-        print(f"note: {tokenizer.path}: has no piece for {tokenizer.lost} and none for what is "
-              "unknown, so these are left out of the text", file=sys.stderr, flush=True)
+        print(f"note: {tokenizer.path}: has no subword for {tokenizer.lost} and none for what "
+              "is unknown, so these are left out of the text", file=sys.stderr, flush=True)
     share = heldout_share if heldout_out or drop_heldout else 0.0
     units = identified(planned, out, part)
     searches = [Findings(directory) for directory in leave_out]
@@ -121,7 +121,7 @@ def _say_unknown(results: list[dict]) -> None:
     unknown = sum(result["unknown_tokens"] for result in results)
     tokens = sum(info["tokens"] for result in results for written in result["shards"]
                  for info in written)
-    if lost := unknown_pieces(unknown, tokens):
+    if lost := unknown_tokens(unknown, tokens):
         print(f"warning: {lost}; train a tokenizer on text like this", file=sys.stderr, flush=True)
 
 

@@ -204,7 +204,7 @@ def next_source(path: str, stages: list[Stage], *, seq_len: int,
                 raise UserError(
                     f"{path}: part {list(wanted)} at length {seq_len} would repeat tokens of "
                     f"{stage.place}, which took part {list(source.part)} at length "
-                    f"{stage.seq_len}; give --stretch outside of that (the earlier stage must "
+                    f"{stage.seq_len}; give --part outside of that (the earlier stage must "
                     "leave some), or leave out --after if they shall repeat")
             corpus = Corpus(path, seq_len=seq_len, part=wanted, cache=cache)
             read = _read_by(stage, source)

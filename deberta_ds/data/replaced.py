@@ -2,13 +2,13 @@
 
     DIRECTORY/
       manifest.json              written last: what made it, the checksums
-      draw-0/NAME.mask.npy       uint8 [rows, seq_len / 8]: which columns differ, a bit each
-      draw-0/NAME.ids.npy        the tokens that stand there, row after row
-      draw-0/NAME.ends.npy       int64 [rows]: where each row's tokens end
-      draw-1/...                 the same rows with other masks and samples
+      sample-0/NAME.mask.npy     uint8 [rows, seq_len / 8]: which columns differ, a bit each
+      sample-0/NAME.ids.npy      the tokens that stand there, row after row
+      sample-0/NAME.ends.npy     int64 [rows]: where each row's tokens end
+      sample-1/...               the same rows with other masks and samples
 
-NAME is a shard of the corpus. A sample that equals the original is not stored: to a discriminator
-it is one.
+NAME is a shard of the corpus; 0.2.0 wrote draw-0 and so on. A sample that equals the original is
+not stored: to a discriminator it is one.
 """
 
 import io
@@ -51,7 +51,9 @@ class ReplacedManifest:
 
 def shard_path(directory: str | Path, draw: int, name: str, kind: str) -> Path:
     """Return the file of one shard in one draw; `kind` is mask, ids or ends."""
-    return Path(directory) / f"draw-{draw}" / f"{name}.{kind}.npy"
+    old = Path(directory) / f"draw-{draw}"  # of 0.2.0
+    directory = old if old.is_dir() else Path(directory) / f"sample-{draw}"
+    return directory / f"{name}.{kind}.npy"
 
 
 def write_shard(directory: Path, draw: int, name: str, is_replaced_RL: np.ndarray,

@@ -64,7 +64,8 @@ class RowDataset:
         self._own_words = tokenizer.word_starts()  # where a corpus has `words`
         self._word_start = tokenizer.official_word_starts() if official else self._own_words
         self._character_start = tokenizer.character_starts()
-        self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
+        self._special, self._part = tokenizer.is_special(), tokenizer.is_part()
+        self._mask_id = tokenizer.mask_id
         self._cls_id, self._sep_id, self._pad_id = (tokenizer.cls_id, tokenizer.sep_id,
                                                     tokenizer.pad_id)
 
@@ -123,13 +124,13 @@ class RowDataset:
         return self._build(pieces, g, self.locate(g), rate, self.draw(g))
 
     def draw(self, g: int) -> int:
-        """Return which stored draw row g takes: by its epoch, or by its place in the run."""
+        """Return which stored sample row g takes: by its epoch, or by its place in the run."""
         source, epoch, _ = self._place(g)
         replaced = self._replaced[source]
         if not replaced:
             return 0
         draws = len(replaced.manifest.temperatures)
-        if self._draws_by == "course":
+        if self._draws_by == "run":
             return min(draws - 1, g * draws // max(1, self._rows_of_run))
         return epoch % draws
 
@@ -159,7 +160,7 @@ class RowDataset:
         rng = np.random.Generator(np.random.Philox(key=[self.seed, g]))
         input_ids, labels = mask_row(
             ids, word_start, self._character_start, self._special, self.mask, self._mask_id, rng,
-            pad_id=self._pad_id, rate=rate, flipped_L=flipped)
+            pad_id=self._pad_id, rate=rate, flipped_L=flipped, part=self._part)
         return Row(g, input_ids, labels, segments, positions,
                    slots=self.mask.slots(self.seq_len, rate))
 
@@ -205,6 +206,7 @@ def eval_sequences(path: str, tokenizer, *, eval_seed: int, num_rows: int | None
         raise UserError(
             f"{path}: {num_rows} evaluation sequences asked for, but it has {available} of "
             f"{dataset.seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
-            "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)")
+            "evaluate.py --sequences), or hold out more documents (tokenize_corpus.py "
+            "--heldout_share)")
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
     return [dataset.natural_row(row) for row in rows]

@@ -2,7 +2,7 @@
 
 transformers' masked-LM class for DeBERTa lacks the decoder and the absolute positions it adds, so
 its fill-mask prints nonsense on public models. This one runs the decoder on masked LMs (v1, v2)
-and on generators (v3, mDeBERTa); the text is one piece, as long as the position table allows.
+and on generators (v3, mDeBERTa); the text is one sequence, as long as the position table allows.
 
 Legend: B batch (one text), L length, M masked slots, T targets (the masks), V vocabulary.
 """
@@ -22,12 +22,17 @@ from deberta_ds.tokenizer import MASK_PIECE, Tokenizer
 
 @dataclass(frozen=True)
 class Filling:
-    """One proposal for one mask: the vocabulary's piece, and how it reads ("_" for a space)."""
+    """One proposal for one mask: the subword, how it reads ("_" for a space), and its id."""
 
-    piece: str
+    subword: str
     text: str
     token: int
     probability: float
+
+    @property
+    def piece(self) -> str:
+        """The name of `subword` in 0.2.0."""
+        return self.subword
 
 
 def load_masked_lm(path: str | Path, tokenizer: str | Path | None = None) -> LoadedModel:
@@ -48,7 +53,7 @@ def check_fills_masks(model: LoadedModel, path: str | Path) -> None:
 
 @torch.no_grad()
 def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]]:
-    """Return for each [MASK] of `text`, in order, the `top` most probable pieces.
+    """Return for each [MASK] of `text`, in order, the `top` most probable subwords.
 
     Raises UserError if the text has no mask or is too long for the model, or for such a `top`.
     """
@@ -67,7 +72,7 @@ def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]
     # Rows above the tokenizer's size were never inside a training softmax.
     probabilities_TV = logits_TV[:, : tokenizer.size].softmax(-1)
     best = probabilities_TV.topk(top)
-    return [[Filling(tokenizer.pieces([token])[0], tokenizer.readable([token])[0].strip() or "_",
+    return [[Filling(tokenizer.subwords([token])[0], tokenizer.readable([token])[0].strip() or "_",
                      token, probability)
              for token, probability in zip(tokens, values, strict=True)]
             for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
@@ -75,7 +80,7 @@ def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]
 
 def encode_with_masks(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return [CLS] text [SEP] as ids, with "[MASK]" (or the tokenizer's own name for it) standing
-    for one masked piece.
+    for one masked token.
     """
     names = {MASK_PIECE, tokenizer.mask_piece}
     parts = re.split("|".join(map(re.escape, names)), text.strip())

@@ -65,7 +65,7 @@ class PairScores:
     """
 
     scores: dict[str, np.ndarray]
-    unknown_pieces: int
+    unknown_tokens: int
     undecided: int
     seconds: float
 
@@ -267,7 +267,7 @@ def _score(means: np.ndarray, draws: np.ndarray) -> dict:
 def describe(scored: PairScores, pairs: list[MinimalPair], model: str, data: str) -> dict:
     """Return minimal_pairs.json: what was asked, of what, and every score."""
     return {"model": model, "data": data, "pairs": len(pairs), "sentences": 2 * len(pairs),
-            "unknown_pieces": scored.unknown_pieces, "undecided": scored.undecided,
+            "unknown_tokens": scored.unknown_tokens, "undecided": scored.undecided,
             "ranks": dist.world_size(),
             "seconds": round(scored.seconds, 2),
             "headlines": [name for name in HEADLINES if name in scored.scores],
@@ -302,8 +302,8 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
         notes.append(f"WARNING: {counted(len(few), 'paradigm')} of fewer than {_FEW_PAIRS} pairs "
                      f"({few[0]}{', ...' if few[1:] else ''}): resampling so few varies too "
                      "little, and intervals are too narrow")
-    if result["unknown_pieces"]:
-        notes.append(f"WARNING: {result['unknown_pieces']:,} tokens are unknown to the tokenizer: "
+    if result["unknown_tokens"]:
+        notes.append(f"WARNING: {result['unknown_tokens']:,} tokens are unknown to the tokenizer: "
                      "likelihoods leave them out, a discriminator judges them as they are; "
                      f"{result['undecided']:,} pairs with unlike numbers of them count one half")
     return "\n".join([text, *notes])

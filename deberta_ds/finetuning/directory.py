@@ -50,6 +50,7 @@ from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import Tokenizer
 
 FACTS, RESULT, MODEL = "finetuned.json", "result.json", "model"
+RESUME = "resume"  # checkpoints of a run under way
 _FORMAT = 2
 BACKBONE, HEAD = "backbone.", "head."  # of a TaskModel's parameter names
 _CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceClassification",
@@ -184,9 +185,9 @@ def find_finetuned(path: str | Path) -> Path:
     path = local_copy(path)
     if (path / FACTS).is_file():
         return path
-    if (path / MODEL / FACTS).is_file() and not (path / RESULT).is_file():
+    if not (path / RESULT).is_file() and ((path / MODEL).is_dir() or (path / RESUME).is_dir()):
         raise UserError(f"{path}: this fine-tuning has not ended (no {RESULT}); run its command to "
-                        f"the end, or name {path / MODEL} for the best weights so far")
+                        "the end")
     return path / MODEL
 
 

@@ -86,7 +86,7 @@ def encode(task: Task, examples: Iterable[Example], tokenizer: Tokenizer, *, max
 
 
 def count_unknown(features: Sequence[Feature], tokenizer: Tokenizer) -> np.ndarray:
-    """Return [tokens that are unknown pieces, all tokens]."""
+    """Return [tokens that are unknown, all tokens]."""
     unknown = tokens = 0
     for row in (row for feature in features for row in feature.sequences):
         unknown, tokens = unknown + row.count(tokenizer.unk_id), tokens + len(row)
@@ -95,7 +95,7 @@ def count_unknown(features: Sequence[Feature], tokenizer: Tokenizer) -> np.ndarr
 
 def count_special(examples: Iterable[Example], tokenizer: Tokenizer) -> int:
     """Return how many examples have the name of a special token in their text."""
-    names = tokenizer.pieces(list(tokenizer.special_ids.values()))
+    names = tokenizer.subwords(list(tokenizer.special_ids.values()))
     return sum(any(name in text for texts in example.sequences for text in texts
                    for name in names) for example in examples)
 

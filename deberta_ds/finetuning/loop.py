@@ -3,29 +3,44 @@
 The examples of update k are positions k*B .. (k+1)*B of one endless stream, the concatenation of
 the epochs' permutations; so every update has exactly B examples, each weighing 1/B, at any number
 of ranks and micro-batches (slots that are left over carry weight 0).
+
+The checkpoints of a run under way lie in OUT/resume, the newest and that of the best evaluation;
+they are gone when there is a result.json. A checkpoint is the engine's state between two updates
+and, in its run.json, the rest of it (`Progress`). Everything else is a function of (seed, step). A
+run that was killed makes the same updates again from there on, and ends with the same weights,
+history and scores, bit for bit.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deberta_ds.cluster import dist
+from deberta_ds.base.errors import UserError, listed
+from deberta_ds.base.json_files import read_json, typed
+from deberta_ds.base.numbers import counted
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import MANIFEST, RUN_FILE
+from deberta_ds.checkpoint.save import begin_save, finish_save, point_best, set_aside
+from deberta_ds.cluster import dist, lock
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import build_engine, gathered, set_learning_rate
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.finetuning.answers import best_threshold
-from deberta_ds.finetuning.directory import save_finetuned
+from deberta_ds.finetuning.directory import MODEL, RESUME, is_finetuned, save_finetuned
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.inputs import Job
 from deberta_ds.finetuning.models import build_model, keep_head, start_from
 from deberta_ds.finetuning.predict import predictions_of
-from deberta_ds.finetuning.resume import Checkpoints, Progress, forget_waiting, waiting
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import class_of
 from deberta_ds.tasks.settings import Settings
@@ -33,13 +48,54 @@ from deberta_ds.tasks.task import Task
 from deberta_ds.training.step import Training, train_step
 
 _MOST_NAMED = 4  # examples of a bad step
+SAVE_SECONDS = 300.0  # a save is due after this time, and at every evaluation,
+MOST_OF_TIME = 0.05  # unless saves would take more than this share of the run
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    identity: dict[str, Any]  # of its job
+    world_size: int
+    step: int = 0
+    seconds: float = 0.0  # of training, over all starts
+    losses: list[list[float]] = field(default_factory=list)  # of updates since an evaluation
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: float | None = None
+    best_step: int = 0
+    since_best: int = 0  # evaluations
+    threshold: float = 0.0  # of the best evaluation: the margin above which "no answer" is said
+
+    def accept(self, score: float, threshold: float) -> bool:
+        """Take note of an evaluation's score; return whether it is the best one so far."""
+        if math.isnan(score) or self.best is not None and score <= self.best:
+            self.since_best += 1
+            return False
+        self.best, self.best_step, self.since_best = score, self.step, 0
+        self.threshold = threshold
+        return True
+
+
+def newest(out: Path) -> tuple[Path, Progress] | None:
+    """Return the newest checkpoint of a run that was killed, None if there is none."""
+    found = find.list_finished(out / RESUME)
+    return (found[-1], _read_progress(found[-1])) if found else None
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        return typed(Progress, read_json(path / RUN_FILE))
+    except ValueError as error:
+        raise UserError(f"{path / RUN_FILE}: damaged ({error}); delete {path.parents[1]} to start "
+                        "this seed from scratch") from None
 
 
 def train(job: Job) -> dict[str, Any]:
     """Train, from a killed run's checkpoint if there is one; return what result.json says of it.
 
-    The weights of the best evaluation are at `resume.best_model(job.out, best_step)`. Raises
-    BadStepError on a loss or gradient that is not finite.
+    The weights of the best evaluation are in OUT/model then. Raises BadStepError on a loss or
+    gradient that is not finite.
     """
     settings, rows = job.settings, job.features(job.tables.train)
     rows = rows[: settings.train_rows] if settings.train_rows else rows
@@ -47,42 +103,113 @@ def train(job: Job) -> dict[str, Any]:
     optim = settings.optim(total_steps)
     engine = build(job, optim)
     try:
-        progress = _updates(job, engine, optim, rows, total_steps)
+        progress = restore(job, engine)
+        _updates(job, engine, optim, rows, total_steps, progress)
+        _write_best(job, engine, progress)
     finally:
         engine.destroy()
     return {"steps": total_steps, "best_step": progress.best_step, "history": progress.history,
             "seconds": progress.seconds}
 
 
-def _updates(job: Job, engine, optim: OptimConfig, rows: Sequence[Feature],
-             total_steps: int) -> Progress:
-    """Make every update and evaluation that is not made yet."""
+def restore(job: Job, engine) -> Progress:
+    """Put the newest whole checkpoint into the engine, if there is one; call on every rank."""
+    found = find.find(job.out / RESUME, "auto")
+    for line in found.warnings:
+        job.say(f"  {line}")
+    if found.path is None:
+        dist.on_main(lambda: shutil.rmtree(job.out / MODEL, ignore_errors=True))
+        return Progress(job.identity(), dist.world_size())
+    progress = dist.together(lambda: _read_progress(found.path))
+    _keep_best(job, progress)
+    find.load(engine, found.path)
+    job.say(f"{job.task.name} seed {job.seed}: goes on after step {progress.step}, from "
+            f"{found.path}")
+    if progress.world_size != dist.world_size():
+        job.say(f"  saved by {counted(progress.world_size, 'rank')}, now there are "
+                f"{dist.world_size()}: sums are rounded differently")
+        progress.world_size = dist.world_size()
+    return progress
+
+
+def _keep_best(job: Job, progress: Progress) -> None:
+    """Have OUT/resume/best point to the checkpoint of the best evaluation, also where a kill came
+    between. Of a run that version 0.2.0 began, the weights may be in OUT/model. UserError if they
+    are gone.
+    """
+    best = find.path_of(job.out / RESUME, progress.best_step)
+    for line in dist.from_main(lambda: set_aside(job.out / RESUME, progress.step)):
+        job.say(f"  {line}")
+    dist.on_main(lambda: point_best(best))
+    is_written = dist.from_main(lambda: is_finetuned(job.out / MODEL))
+    if progress.best_step and not is_written and (problems := find.problems_of(best)):
+        raise UserError(f"{best}: is gone or damaged ({listed(problems)}), and with it the best "
+                        f"weights of this run; delete {job.out / RESUME} to start this seed from "
+                        "scratch")
+
+
+def _updates(job: Job, engine, optim: OptimConfig, rows: Sequence[Feature], total_steps: int,
+             progress: Progress) -> None:
+    """Make every update, evaluation and save that is not made yet."""
     settings, training = job.settings, training_of(job)
     num_evals = settings.epochs * settings.evals_per_epoch
     evals = {max(1, round(total_steps * (i + 1) / num_evals)) for i in range(num_evals)}
     lengths = np.array([row.num_tokens for row in rows])
     class_weights = weights_of_classes(job.task, settings, rows)
-    checkpoints = Checkpoints(job, engine)
-    progress = checkpoints.restore()
+    took, saved_at = 0.0, time.monotonic()  # of the last save
+    began = saved_at - progress.seconds
     while progress.step < total_steps and not _is_past_its_best(job, progress):
         # -------------------------------------------------------------------------- single update
         set_learning_rate(engine, learning_rate(optim, progress.step, total_steps))
         chosen = stream(lengths, job.seed, progress.step, settings.global_batch_size,
                         settings.group_updates)
         micro = micro_batches([rows[i] for i in chosen], settings, class_weights)
-        due = checkpoints.is_due(at_evaluation=progress.step + 1 in evals)
+        is_evaluated = progress.step + 1 in evals
+        due = dist.is_main() and is_save_due(time.monotonic() - saved_at, took, is_evaluated)
         result = train_step(engine, micro, step=progress.step, seed=job.seed, training=training,
                             request=due)
         progress.step += 1
         progress.losses.append([result.sums[name] / settings.global_batch_size
                                 for name in ("loss", "adversarial")])
         # ------------------------------------------------------------------------------------------
-        if progress.step in evals:
-            evaluate_and_keep(job, engine, progress, total_steps, len(rows), checkpoints.seconds)
-        if result.request:
-            checkpoints.save(progress)
-    progress.seconds = checkpoints.seconds()
-    return progress
+        progress.seconds, is_best = time.monotonic() - began, False
+        if is_evaluated:
+            is_best = evaluate(job, engine, progress, total_steps, len(rows))
+        if result.request or is_best:
+            saved_at = time.monotonic()
+            save(job, engine, progress, is_best)
+            saved_at, took = time.monotonic(), time.monotonic() - saved_at
+    progress.seconds = time.monotonic() - began
+
+
+def is_save_due(passed: float, took: float, at_evaluation: bool) -> bool:
+    """Return whether a save is due by this rank's clock, so many seconds after one that took so
+    many; rank 0's counts. The best evaluation is saved in any case."""
+    return passed * MOST_OF_TIME >= took and (at_evaluation or passed >= SAVE_SECONDS)
+
+
+def save(job: Job, engine, progress: Progress, is_best: bool) -> None:
+    """Save the engine's state; call on every rank, between two updates."""
+    dist.on_main(lambda: lock.check(job.out))
+    finish_save(begin_save(engine, job.out / RESUME, progress, keep=1, is_best=is_best))
+
+
+def _write_best(job: Job, engine, progress: Progress) -> None:
+    """Write the weights of the best evaluation to OUT/model; under ZeRO-3 they are made whole one
+    at a time.
+    """
+    best = find.path_of(job.out / RESUME, progress.best_step)
+    if not dist.from_main(lambda: (best / MANIFEST).exists()):
+        return  # version 0.2.0 has written them
+    if progress.step != progress.best_step:
+        find.load(engine, best)
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with gathered([parameter]):
+            if dist.is_main():
+                weights[name] = parameter.detach().to("cpu", torch.float32).clone()
+    dist.on_main(lambda: save_finetuned(job.out / MODEL, job.task, job.settings, job.start.config,
+                                        weights, job.start.tokenizer, progress.threshold))
 
 
 def _is_past_its_best(job: Job, progress: Progress) -> bool:
@@ -135,9 +262,8 @@ def shape_of(settings: Settings) -> tuple[int, int]:
     return micro, math.ceil(share / micro)
 
 
-def evaluate_and_keep(job: Job, engine, progress: Progress, total_steps: int, num_rows: int,
-                       seconds: Callable[[], float]) -> None:
-    """Evaluate, and write the weights if they are the best so far."""
+def evaluate(job: Job, engine, progress: Progress, total_steps: int, num_rows: int) -> bool:
+    """Evaluate; return whether the weights are the best so far."""
     settings = job.settings
     values, threshold = _evaluate(job, engine)
     best_by = settings.best_metric
@@ -149,10 +275,9 @@ def evaluate_and_keep(job: Job, engine, progress: Progress, total_steps: int, nu
         entry["adversarial"] = adversarial
     progress.history.append(entry | values)
     progress.losses = []
-    is_best = progress.accept(score)
-    if is_best:
-        _keep(job, engine, threshold, progress.step)
-    _say_epoch(job, progress.history[-1], total_steps, seconds(), is_best)
+    is_best = progress.accept(score, threshold)
+    _say_epoch(job, progress.history[-1], total_steps, progress.seconds, is_best)
+    return is_best
 
 
 def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
@@ -167,14 +292,13 @@ def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
 
 def build(job: Job, optim: OptimConfig):
     """Return the engine; says what was kept of another task's head."""
-    settings = job.settings
-    start, saved = job.start, job.initial
+    settings, start, saved = job.settings, job.start, job.initial
+    micro_rows, accumulation = shape_of(settings)
     if saved:
         start = start_from(start, saved, job.init_from)
     model = build_model(job.task, start, settings, job.seed)
     if saved is not None:
         job.say(f"  {keep_head(model, job.task, saved)}")
-    micro_rows, accumulation = shape_of(settings)
     values = ds_config.complete(
         job.deepspeed, rows=micro_rows * accumulation * dist.world_size(),
         micro_rows=micro_rows, accumulation=accumulation, clip_norm=settings.clip_norm)
@@ -223,20 +347,6 @@ def weights_of_classes(task: Task, settings: Settings, rows: Sequence[Feature]) 
         return []
     counts = np.bincount([row.label for row in rows], minlength=len(task.labels))
     return (len(rows) / (len(counts) * np.maximum(counts, 1))).tolist()
-
-
-def _keep(job: Job, engine, threshold: float, step: int) -> None:
-    """Write the engine's weights; under ZeRO-3 they are made whole one at a time."""
-    weights = {}
-    for name, parameter in engine.module.named_parameters():
-        with gathered([parameter]):
-            if dist.is_main():
-                weights[name] = parameter.detach().to("cpu", torch.float32).clone()
-    if dist.is_main():
-        forget_waiting(job.out)  # no checkpoint knows of them
-        save_finetuned(waiting(job.out, step), job.task, job.settings, job.start.config, weights,
-                       job.start.tokenizer, threshold)
-    dist.barrier()
 
 
 def _say_epoch(job: Job, entry: Mapping, total_steps: int, seconds: float, better: bool) -> None:

@@ -21,7 +21,7 @@ from deberta_ds.finetuning.directory import Finetuned, is_finetuned, load_finetu
 from deberta_ds.finetuning.heads import TaskModel
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
-from deberta_ds.release.reader import check_same, load_backbone
+from deberta_ds.release.reader import check_same, read_release
 from deberta_ds.release.relative_rows import a_row_a_distance
 from deberta_ds.release.tensors import tensors_digest
 from deberta_ds.tasks.settings import Settings
@@ -70,9 +70,11 @@ def _open_directory(name: str, path: str, tokenizer: str | Path | None) -> Start
         if tokenizer is not None:
             check_same(Tokenizer(tokenizer), saved.tokenizer, path)
         return Start(name, saved.config, saved.tokenizer, saved.backbone())
-    loaded = load_backbone(path, tokenizer, for_text=True)
-    assert loaded.tokenizer is not None, "asked for with for_text"
-    return Start(name, loaded.model_config, loaded.tokenizer, loaded.backbone.state_dict())
+    release = read_release(path, tokenizer)
+    weights = {key: value.float() for key, value in release.main.tensors.items()
+               if key.startswith(("words.weight", "trunk."))}
+    opened = release.tokenizer or Tokenizer.of_files(release.tokenizer_files, Path(path))
+    return Start(name, release.main.config, opened, weights)
 
 
 def build_model(task: Task, start: Start, settings: Settings, seed: int) -> TaskModel:

@@ -42,7 +42,7 @@ from deberta_ds.tasks.metrics import Prediction
 from deberta_ds.tasks.submission import as_written
 from deberta_ds.tasks.tables import Faults, each_row
 from deberta_ds.tasks.task import Task
-from deberta_ds.tokenizer import unknown_pieces
+from deberta_ds.tokenizer import unknown_tokens
 
 BLOCK_ROWS = 4096
 Row = tuple[str, dict[str, Any] | UserError]
@@ -103,7 +103,7 @@ def predict_file(
             _say(f"{count:,} rows, {count / (time.monotonic() - began):,.0f} a second")
         _say(bad.check(count, bad.fit(task, "--")))
     _say(f"{cut:,} of {count:,} texts were cut at {max_length} tokens" if cut else "")
-    if lost := unknown_pieces(*unknown):
+    if lost := unknown_tokens(*unknown):
         _say(f"{lost}; the model was not trained on text like this")
     if unread:
         _say(f"{len(unread):,} rows are not scored, as their label cannot be read: {unread[0]}")

@@ -2,7 +2,7 @@
 
 The weights of the best evaluation are read back from disk into a plain model, and that model's
 score is the result. `result.json` is written last: a run with it is skipped, a run without it goes
-on from its last checkpoint (resume.py), so a killed sweep continues where it was.
+on from its last checkpoint (loop.py), so a killed sweep continues where it was.
 """
 
 import dataclasses
@@ -25,25 +25,23 @@ from deberta_ds.finetuning.answers import write_official
 from deberta_ds.finetuning.directory import (
     MODEL,
     RESULT,
+    RESUME,
     Finetuned,
     is_finetuned,
     load_finetuned,
     mark_failed,
 )
-from deberta_ds.finetuning.features import TooLongError, count_special, count_unknown
+from deberta_ds.finetuning.features import TooLongError
 from deberta_ds.finetuning.inputs import Job
-from deberta_ds.finetuning.loop import train
+from deberta_ds.finetuning.loop import newest, train
 from deberta_ds.finetuning.models import Start, build_model
 from deberta_ds.finetuning.predict import SCORES, as_text, predictions_of, scores_of
-from deberta_ds.finetuning.resume import best_model, forget, keep_best, newest, read_progress
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import Example
-from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.submission import render
 from deberta_ds.tasks.tables import longer
 from deberta_ds.tasks.task import Task, diagnostics_of
-from deberta_ds.tokenizer import unknown_pieces
 
 
 def run(job: Job) -> dict:
@@ -63,7 +61,7 @@ def run(job: Job) -> dict:
             job.say(f"  without its model, which was not kept; delete {job.out / RESULT} to run it "
                     "again, and keep it")
         if dist.is_main():
-            forget(job.out)  # if it was killed when it had just ended
+            shutil.rmtree(job.out / RESUME, ignore_errors=True)  # killed when it had just ended
             lock.forget(job.out)
         return found
     with lock.held(job.out):
@@ -73,7 +71,7 @@ def run(job: Job) -> dict:
 def _run(job: Job) -> dict:
     trained = train(job)
     began = time.monotonic()
-    result = job.identity() | trained | _predict(job, best_model(job.out, trained["best_step"]))
+    result = job.identity() | trained | _predict(job)
     result |= {"world_size": dist.world_size(),
                "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
     if job.show_scores:
@@ -85,9 +83,8 @@ def _run(job: Job) -> dict:
 
 
 def _keep(job: Job, result: dict) -> None:
-    """Write the scores, and leave the best weights in model/, or none."""
+    """Write the scores, and leave the best weights in model/ if they are wanted."""
     write_atomic(job.out / SCORES, json.dumps(result["scores"], indent=1) + "\n")
-    keep_best(job.out, result["best_step"])
     if not job.keep_model:
         shutil.rmtree(job.out / MODEL)
 
@@ -98,7 +95,7 @@ def write_result(job: Job, result: dict) -> None:
         if result["failure"] and is_finetuned(job.out / MODEL):
             mark_failed(job.out / MODEL, result["failure"])
         write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
-        forget(job.out)
+        shutil.rmtree(job.out / RESUME, ignore_errors=True)
 
     dist.on_main(write)
 
@@ -117,8 +114,8 @@ def finished(job: Job) -> dict | None:
     So is a checkpoint of another run, which a run that was killed has left.
     """
     if not (job.out / RESULT).is_file():
-        if path := newest(job.out):
-            _check_same(job, read_progress(path).identity, path)
+        if killed := newest(job.out):
+            _check_same(job, killed[1].identity, killed[0])
         return None
     try:
         result = read_json(job.out / RESULT)
@@ -183,7 +180,7 @@ def metrics_on(task: Task, table: str) -> tuple[str, ...]:
 
 
 def check_splits(jobs: Sequence[Job]) -> None:
-    """Encode every split of every job once; say how many texts are cut or read in windows.
+    """Encode every split of every job once.
 
     Raises one UserError for all texts that the model cannot be given: before hours of training.
     """
@@ -196,7 +193,7 @@ def check_splits(jobs: Sequence[Job]) -> None:
                       *tables.diagnostics.values()):
             too_few = f"{job.start.name} has {positions} absolute positions"
             try:
-                longest = _check_split(job, split)
+                longest = job.features(split).longest
             except TooLongError as error:
                 fits = positions is None or error.needed <= positions
                 remedy = f"{option}max_length={error.needed}"
@@ -213,28 +210,9 @@ def check_splits(jobs: Sequence[Job]) -> None:
         raise UserError("texts do not fit:\n  " + "\n  ".join(problems))
 
 
-def _check_split(job: Job, split: Split) -> int:
-    """Return the length of the longest row of `split`, and say what is cut or windowed."""
-    features = job.features(split)
-    cut = windowed = longest = 0
-    for feature, example in zip(features, split.examples, strict=True):
-        cut += feature.cut_tokens > 0
-        windowed += len(feature.sequences) > len(example.sequences)
-        longest = max(longest, *map(len, feature.sequences))
-    if cut or windowed:
-        job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
-                f"{job.settings.max_length} tokens, {windowed} read in windows")
-    if lost := unknown_pieces(*count_unknown(features, job.start.tokenizer)):
-        job.say(f"  {split.source}: {lost}; {job.start.name} was not trained on text like this")
-    if special := count_special(split.examples, job.start.tokenizer):
-        job.say(f"  {split.source}: {special} of {len(features)} examples have a special token, "
-                "such as [SEP], in their text: plain text here, one token for transformers")
-    return longest
-
-
-def _predict(job: Job, directory: Path) -> dict:
-    """Return the scores of the model in `directory`; write predictions and submission files."""
-    saved = load_finetuned(directory)
+def _predict(job: Job) -> dict:
+    """Return the scores of the model that was written; write predictions and submission files."""
+    saved = load_finetuned(job.out / MODEL)
     model = finetuned_model(saved, job.device, precision(job.deepspeed))
     examples = job.tables.val.examples
     scores = job.scores(model, job.tables.val)

@@ -81,26 +81,8 @@ def _num_labels(network: Network) -> int:
     return len(network.rest.get("id2label") or ())
 
 
-def _check_head(network: Network, head: str) -> None:
-    """UserError if heads of fine-tuning are not of the shapes that their transformers class has."""
-    width = network.config.hidden_size
-    labels = _num_labels(network)
-    shapes = {"pooler.dense.weight": (width, width), "qa_outputs.weight": (2, width)}
-    tensor = network.tensors.get("classifier.weight")
-    if tensor is not None:
-        is_choice = head == "ForMultipleChoice" or tensor.size(0) == 1
-        shapes["classifier.weight"] = (tensor.size(0) if is_choice or not labels else labels, width)
-    for name, shape in shapes.items():
-        found = network.tensors.get(name)
-        if name.startswith(_HEAD_OF[head]) and found is not None and found.shape != shape:
-            raise UserError(f"{name} has shape {tuple(found.shape)}, but {head} with "
-                            f"{labels or 'its'} labels asks for {shape}; fix id2label of the "
-                            "source's config.json, or the file is of another model")
-
-
 def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     kind, head = model_type(network), head_class(network)
-    _check_head(network, head)
     main, side, notes = split_tensors(network, kind, head)
     values = configs.to_hugging_face(network.config, kind=kind, rest=network.rest | own)
     values["architectures"] = [CLASS_PREFIX[kind] + head]

@@ -110,14 +110,17 @@ def pack_v1(tensors: dict[str, Tensor], num_heads: int) -> dict[str, Tensor]:
     return packed
 
 
-def unpack_v1(tensors: dict[str, Tensor], num_heads: int) -> dict[str, Tensor]:
-    """Return transformers' DebertaModel names under the microsoft names (without key biases)."""
+def unpack_v1(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return transformers' DebertaModel names under the microsoft names (without key biases); one
+    of another shape stays, and is an unknown name.
+    """
     unpacked = {}
     old_names = {old: new for new, old in _V1_NAMES.items()}
     for name, tensor in tensors.items():
         stem, _, rest = name.partition(".attention.self.")
-        if rest == "in_proj.weight":
-            parts = tensor.unflatten(0, (num_heads, 3, -1))
+        if rest == "in_proj.weight" and tensor.shape == (3 * config.hidden_size,
+                                                         config.hidden_size):
+            parts = tensor.unflatten(0, (config.num_heads, 3, -1))
             for number, part in enumerate(("query", "key", "value")):
                 unpacked[f"{stem}.attention.self.{part}_proj.weight"] = (
                     parts[:, number].flatten(0, 1).contiguous())

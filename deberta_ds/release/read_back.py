@@ -95,9 +95,19 @@ def _load_with_transformers(directory: Path):
     architecture = read_json(directory / "config.json")["architectures"][0]
     is_bare = architecture.endswith("Model")
     cls = transformers.AutoModel if is_bare else getattr(transformers, architecture)
-    model, info = cls.from_pretrained(directory, local_files_only=True, dtype=torch.float32,
-                                      output_loading_info=True)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # what it would report is said below
+    try:
+        model, info = cls.from_pretrained(directory, local_files_only=True, dtype=torch.float32,
+                                          output_loading_info=True, ignore_mismatched_sizes=True)
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+    if keys := info["mismatched_keys"]:
+        name, found, wanted = min(keys)
+        raise UserError(f"{directory}: {name} has shape {tuple(found)}, but {architecture} asks "
+                        f"for {tuple(wanted)}; fix id2label of the source's config.json, or the "
+                        "file is of another model")
+    for kind in ("missing_keys", "unexpected_keys"):
         if keys := sorted(map(str, info[kind])):
             raise UserError(f"{directory}: transformers reports {kind}: {', '.join(keys[:5])}")
     if type(model).__name__ != architecture:

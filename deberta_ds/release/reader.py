@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, looked_in
 from deberta_ds.base.json_files import read_json
 from deberta_ds.checkpoint.download import local_copy
 from deberta_ds.checkpoint.find import is_unsaved_run, newest
@@ -182,7 +182,7 @@ def read_tokenizer(source: str | Path) -> Tokenizer | None:
 def _existing(source: str | Path) -> Path:
     path = local_copy(source)
     if not path.exists():
-        raise UserError(f"{path}: no such file or directory")
+        raise UserError(f"{path}: no such file or directory{looked_in(path)}")
     if not (path.is_dir() or path.is_file()):
         raise UserError(f"{path}: neither a directory nor a file")
     return path
@@ -281,7 +281,7 @@ def _read_network(weights: Path, values: dict, place: str, notes: list[str]) -> 
     is_v1 = any(name.endswith(names.V1_ONLY) for name in tensors)
     config, rest = configs.from_theirs(values, place, key_bias=not is_v1)
     if is_v1:
-        tensors = _unpack_v1(tensors, config, weights)
+        tensors = names.unpack_v1(tensors, config)
     elif values.get("model_type") != configs.V2 and configs.is_v1_shape(config):
         tensors, key_bias = _without_zero_key_biases(tensors, notes)
         config, rest = configs.from_theirs(values, place, key_bias=key_bias)
@@ -317,15 +317,6 @@ def _drop_copies(tensors: dict[str, Tensor], place: Path, notes: list[str]) -> d
         del kept[copy]
         notes.append(f"dropped: {copy}, a copy of {original}")
     return kept
-
-
-def _unpack_v1(tensors: dict[str, Tensor], config, place: Path) -> dict[str, Tensor]:
-    for name, tensor in tensors.items():
-        wanted = (3 * config.hidden_size, config.hidden_size)
-        if name.endswith(names.V1_ONLY) and tuple(tensor.shape) != wanted:
-            raise UserError(f"{place}: {name} has shape {tuple(tensor.shape)}, but the "
-                            f"configuration asks for {wanted}")
-    return names.unpack_v1(tensors, config.num_heads)
 
 
 def _without_zero_key_biases(tensors: dict[str, Tensor], notes: list[str]

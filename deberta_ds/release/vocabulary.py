@@ -52,7 +52,7 @@ def read_in_vocabulary(run: RunConfig, source: str, own: Tokenizer, report: str 
     if is_same and rows == before:
         return release
     parts, kinds = starting_points(own, theirs)
-    starts = list(zip(own.pieces(range(own.size)), map(theirs.pieces, parts), strict=True))
+    starts = list(zip(own.subwords(range(own.size)), map(theirs.subwords, parts), strict=True))
     if is_same:  # rows of no token stay too
         parts = [[number] for number in range(min(rows, before))]
     for network in release.networks().values():
@@ -74,14 +74,14 @@ def has_other_tokens(source: str, own: Tokenizer) -> bool:
 def has_same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
     """Return whether each id is the same token in both."""
     return first.special_ids == second.special_ids and first.size == second.size and (
-        first.pieces(range(first.size)) == second.pieces(range(second.size)))
+        first.subwords(range(first.size)) == second.subwords(range(second.size)))
 
 
 def starting_points(own: Tokenizer, theirs: Tokenizer) -> tuple[list[list[int]], np.ndarray]:
     """Return (for each id of `own` those of `theirs` at whose mean it starts, none: at random; for
     each which of CLASSES that is).
     """
-    pieces, texts = theirs.pieces(range(theirs.size)), _texts(theirs)
+    pieces, texts = theirs.subwords(range(theirs.size)), _texts(theirs)
     exact = {pair: number for number, pair in enumerate(zip(pieces, texts, strict=True))
              if number not in theirs.special_ids.values()}
     by_text: dict[str, int] = {}
@@ -90,7 +90,7 @@ def starting_points(own: Tokenizer, theirs: Tokenizer) -> tuple[list[list[int]],
     by_role = {number: theirs.special_ids.get(role) for role, number in own.special_ids.items()}
     parts: list[list[int]] = []
     kinds = np.zeros(own.size, np.int8)
-    for number, pair in enumerate(zip(own.pieces(range(own.size)), _texts(own), strict=True)):
+    for number, pair in enumerate(zip(own.subwords(range(own.size)), _texts(own), strict=True)):
         found = by_role[number] if number in by_role else exact.get(pair, by_text.get(pair[1]))
         if found is not None:
             parts.append([found])
@@ -110,8 +110,8 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
     """
     numbers, texts = range(tokenizer.size), []
     starts = tokenizer.word_starts()
-    for number, piece, text in zip(numbers, tokenizer.pieces(numbers), tokenizer.readable(numbers),
-                                   strict=True):
+    for number, piece, text in zip(numbers, tokenizer.subwords(numbers),
+                                   tokenizer.readable(numbers), strict=True):
         data = bytes_of_piece(piece) if tokenizer.kind == "byte_level" and "\\x" in text else None
         if data is not None:
             text = data.decode("utf-8", "surrogateescape")

@@ -12,7 +12,7 @@ import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError, looked_in, naming
 from deberta_ds.base.user_code import digest, is_own, split
 from deberta_ds.cluster import lock
 from deberta_ds.config.run_config import RunConfig
@@ -277,7 +277,7 @@ def _note_ranks(records: list[dict[str, Any]], place: Path) -> None:
 def read_checked(path: Path, form: Any) -> tuple[Any, Any]:
     """Return (the file as `form`, a type made with READ; the file as plain JSON values)."""
     if not path.exists():
-        raise UserError(f"{path}: no such file; give a directory a run has written to")
+        raise UserError(f"{path}: no such file{looked_in(path)}; give a run's directory")
     with naming(path):
         text = path.read_bytes()
     try:

@@ -114,8 +114,10 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
         line |= {"id": row["id"]} if type(row.get("id")) in (str, int) else {}
         start = row.get(task.columns.get("start", ""))
         line |= {"start": start} if start not in (None, "") else {}
-        if "is_impossible" in row:
-            line["is_impossible"] = label_text(row["is_impossible"]) in ("true", "True", "1")
+        if not is_missing(flag := row.get("is_impossible")):
+            line["is_impossible"] = _ONE.get(str(label_text(flag)).lower())
+            if line["is_impossible"] is None:
+                raise UserError(f"{place}: is_impossible must be true or false, found {flag!r}")
     label = _label(task, row, place)
     if task.head == "choice" and (marked := marked_choices(line[task.choices[0]])):
         line[task.choices[0]], marks = marked

@@ -1,5 +1,6 @@
 """What a task's tables hold as they are read, before anything is trained: `finetune.py --look`."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -14,6 +15,9 @@ from deberta_ds.tasks.task import NoSplitError, Task
 
 _ROWS, _WIDTH = 10, 76  # shown of each table, and characters of a text
 _EVERY = 1 << 62
+_DAMAGE = {"have characters that were lost (\ufffd)": "\ufffd",
+           "look like UTF-8 that was read as Latin-1 (Ã¼)": "[ÂÃ][\x80-\xbf]",
+           "have characters as HTML writes them (&amp;)": r"&(amp|lt|gt|quot|nbsp|#\d+);"}
 
 
 def look(task: Task, data: str) -> Iterator[str]:
@@ -23,7 +27,8 @@ def look(task: Task, data: str) -> Iterator[str]:
         try:
             split = read_split(task, data, name, any_size=True, faults=Faults(_EVERY))
         except NoSplitError:
-            yield f"{name}: none"
+            share = task.val_share if name == "val" else 0
+            yield f"{name}: " + (f"{share:.0%} of train (val_share)" if share else "none")
             continue
         train = train or split
         yield f"\n{name}: {split.source}: {len(split.examples):,} examples"
@@ -44,6 +49,7 @@ def _columns(task: Task, name: str) -> Iterator[str]:
     except (UserError, StopIteration):
         return
     names = {task.columns.get(field, field) for field in (*task.texts, *task.choices)}
+    names |= {"is_impossible"} if task.layout == "answers" else set()
     names |= {*task.columns.values(), *task.label_columns}
     yield f"  read: {', '.join(name for name in row if name in names)}"
     if ignored := [name for name in row if name not in names and "." not in name]:
@@ -55,6 +61,9 @@ def _counts(split: Split) -> Iterator[str]:
     texts = Counter(text for example in examples for texts in example.sequences for text in texts)
     longest = max(map(len, texts), default=0)
     yield f"  texts: {len(texts):,} different, the longest has {longest:,} characters"
+    for damage, pattern in _DAMAGE.items():
+        if damaged := sum(re.search(pattern, text) is not None for text in texts):
+            yield f"  {damaged:,} of them {damage}"
     labels: Counter[str] = Counter()
     for example in examples:
         names = _names(task, example)

@@ -34,6 +34,7 @@ ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 # The Hub's tables are flat: MultiRC has one row per answer, ReCoRD one per query, labels are class
 # numbers and a label of -1 means none. Source: huggingface/datasets datasets/super_glue.
 HUB = "hub"
+_EMPTY = {"nan", "NaN", "None", "null", "NULL", "<NA>"}  # texts that stand for an empty cell
 _LEFT_OUT = object()  # no line: one that ignore_labels leaves out
 _MOST_BYTES = 1 << 30  # of a table in a zip; the largest official one has a quarter
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
@@ -175,6 +176,11 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     if impossible:
         notes.append(f"{impossible:,} of {total:,} questions have answers that contradict "
                      "is_impossible; is_impossible = true counts as without an answer")
+    empty = Counter(text for example in examples for part in example.sequences for text in part
+                    if text in _EMPTY)
+    if empty and task.name not in TASK_NAMES:
+        notes.append(f"{empty.total():,} texts are {' or '.join(map(repr, sorted(empty)))}, which "
+                     "tables write for an empty cell, and are learned as words")
     if task.layout == "answers" and not task.language:
         contexts = Counter(language_of(example.sequences[0][1]) for example in examples)
         language = max(contexts, key=contexts.__getitem__, default="")

@@ -140,7 +140,7 @@ def _with_choices(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
                         "0; say in the task file whether they are counted from 1 (first_answer = 1)"
                         " or from 0 (first_answer = 0)")
     shown = ", ".join(f"{form} ({number})" for form, number in forms.items())
-    said = f"{count} answers, the right one is said by {shown}"
+    said = f"{count} answers, the right one is said by {shown or 'no label'}"
     if doubtful:
         said += (f"; in {doubtful} rows the label is the text of another answer: the number or "
                  "letter counts")
@@ -173,6 +173,9 @@ def _with_names(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     listed = sorted(counts) if is_raw else labels
     shown = [f"{label} ({counts[label]})" if counts else label for label in listed[:20]]
     more = f" and {len(listed) - 20} more" if len(listed) > 20 else ""
+    folded = Counter(map(str.casefold, counts))
+    if twins := [label for label in counts if folded[label.casefold()] > 1]:
+        more += f"; WARNING: {' and '.join(map(repr, twins[:2]))} differ by case alone"
     if is_raw:
         found = _each(rows, lambda place, row: [(row[task.texts[0]], entity)
                                                 for entity in _entities(task, row, place)])

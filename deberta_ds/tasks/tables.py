@@ -2,7 +2,6 @@
 
 What files/tables.py reads, and on top of that the layouts of fine-tuning's own:
     .json                  a SQuAD document
-    a directory            RACE's: a JSON document a file, with an article and its questions
     DIR/train-*.parquet    several tables, in the order of their names
     hub:NAME@CONFIG#SPLIT  a data set of the Hub, streamed
 """
@@ -14,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, looked_in
 from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
 from deberta_ds.files.inputs import open_stream, revision_of, suffix_of
 from deberta_ds.files.remote import stamp_of
@@ -60,9 +58,10 @@ def each_row(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int 
         for file in files_like(name):
             yield from each_row(file, headless, skip_broken, form)
     elif path.is_dir():
-        yield from _race(path)
+        raise UserError(f"{path}: is a directory; name a table in it, or several by a pattern, "
+                        f"such as {path}/train-*.parquet")
     elif not path.is_file():
-        raise UserError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file{looked_in(path)}")
     else:
         stamp = stamp_of(os.stat(path))
         try:
@@ -182,29 +181,6 @@ def squad_rows(place: str, articles: list) -> Iterator[Row]:
         raise UserError(f"after {where}: not a SQuAD document ({type(error).__name__}: {error}); "
                         "it is {data: [{paragraphs: [{context, qas: [{id, question, answers}]}]}]}"
                         ) from error
-
-
-def _race(directory: Path) -> Iterator[Row]:
-    """Yield the questions of RACE's documents in a directory, in the form that the Hub has."""
-    documents = sorted(file for file in directory.rglob("*.txt") if file.is_file())
-    if not documents:
-        raise UserError(f"{directory}: a directory is read as RACE's, and there is no document "
-                        "(.txt) in it; name a table, or RACE/train, RACE/dev, RACE/test")
-    for path in documents:
-        value = read_json(path)
-        try:
-            questions, options, name = value["questions"], value["options"], value["id"]
-            answers = value.get("answers", [None] * len(questions))
-            asked = list(zip(questions, options, answers, strict=True))
-            article = value["article"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path}: not a RACE document ({type(error).__name__}: {error}); it is "
-                            "{article, questions: [...], options: [[...]], answers: [...], id}"
-                            ) from error
-        for number, (question, choices, answer) in enumerate(asked):
-            row = {"example_id": name, "article": article, "question": question,
-                   "options": choices}
-            yield f"{path}, question {number}", row | ({"answer": answer} if answer else {})
 
 
 def longer(task: Task, option: str, length: str) -> str:

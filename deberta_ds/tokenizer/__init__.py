@@ -5,7 +5,7 @@ tokens; words.py where words start; kinds.py, fast.py `tokenizers`; spm.py Sente
 """
 
 from deberta_ds.tokenizer.spm import MASK_PIECE, SPECIAL_PIECES
-from deberta_ds.tokenizer.tokenizer import Tokenizer, unknown_pieces
+from deberta_ds.tokenizer.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.tokenizer.words import (
     SPACE_MARK,
     UNSPACED_SCRIPTS,
@@ -14,4 +14,4 @@ from deberta_ds.tokenizer.words import (
 )
 
 __all__ = ["MASK_PIECE", "SPACE_MARK", "SPECIAL_PIECES", "UNSPACED_SCRIPTS", "Tokenizer",
-           "piece_starts_word", "starts_official_word", "unknown_pieces"]
+           "piece_starts_word", "starts_official_word", "unknown_tokens"]

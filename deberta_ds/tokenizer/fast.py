@@ -128,6 +128,12 @@ class FastEngine:
         value = data[0] if data else words.byte_value(piece)
         return value is None or number in self._added or bool(words.character_length(value))
 
+    def is_part(self, number: int) -> bool:
+        piece = self.pieces[number]
+        data = words.bytes_of_piece(piece) if self.kind == "byte_level" else None
+        return number not in self._added and (
+            words.byte_value(piece) is not None if data is None else words.is_part(data))
+
     def readable(self, number: int) -> str:
         piece = self.pieces[number]
         if number in self._added or number in self.special:

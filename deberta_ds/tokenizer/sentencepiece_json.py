@@ -22,7 +22,7 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     """Return the text of a `tokenizer.json` that gives the ids of a SentencePiece tokenizer."""
     path, data = tokenizer.files[SPM]
     proto = model_proto(data, path)
-    with_control_roles(proto, tokenizer.pieces(tokenizer.special_ids.values()))
+    with_control_roles(proto, tokenizer.subwords(tokenizer.special_ids.values()))
     fast = FastTokenizer(_model(proto, tokenizer))
     fast.normalizer, fast.pre_tokenizer = _before(proto, tokenizer)
     fast.decoder = normalization.decoder()
@@ -30,7 +30,7 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     special |= {number for number, piece in enumerate(proto.pieces) if piece.type == piece.CONTROL}
     fast.add_special_tokens([
         AddedToken(name, special=True, normalized=False, lstrip=number == tokenizer.mask_id)
-        for number, name in zip(sorted(special), tokenizer.pieces(sorted(special)), strict=True)])
+        for number, name in zip(sorted(special), tokenizer.subwords(sorted(special)), strict=True)])
     return json.dumps(json.loads(fast.to_str()) | framing(tokenizer), ensure_ascii=False)
 
 

@@ -57,7 +57,7 @@ class SentencePieceEngine:
         try:
             self.pieces = processor.id_to_piece(list(range(processor.get_piece_size())))
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not a SentencePiece model, or a damaged one (a piece is no "
+            raise UserError(f"{path}: not a SentencePiece model, or a damaged one (a subword is no "
                             f"UTF-8: {error.object!r})") from error
         if tuple(self.pieces[:4]) == SPECIAL_PIECES:
             if MASK_PIECE not in self.pieces:
@@ -129,6 +129,9 @@ class SentencePieceEngine:
     def starts_character(self, number: int) -> bool:
         value = words.byte_value(self.pieces[number])
         return value is None or bool(words.character_length(value))
+
+    def is_part(self, number: int) -> bool:
+        return words.byte_value(self.pieces[number]) is not None
 
     def readable(self, number: int) -> str:
         return self.pieces[number].replace(words.SPACE_MARK, " ")

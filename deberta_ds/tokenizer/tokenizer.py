@@ -65,7 +65,7 @@ class Tokenizer:
 
     @property
     def special_names(self) -> dict[str, str]:
-        """{role: the piece of its special token}."""
+        """{role: the vocabulary item of its special token}."""
         return {role: self._engine.pieces[number] for role, number in self.special_ids.items()}
 
     @property
@@ -95,7 +95,7 @@ class Tokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids and, per id, the characters [start, end) of `text` it stands for.
 
-        Spaces before a word belong to no token. All byte pieces of one character get its span.
+        Spaces before a word belong to no token. All bytes of one character get its span.
         """
         text.encode()  # as above
         ids, offsets = self._engine.encode_with_offsets(text)
@@ -117,7 +117,7 @@ class Tokenizer:
     def encode_around_masks(self, parts: list[str]) -> list[int]:
         """Return the ids of texts with a mask between each two.
 
-        The space before a mask belongs to the masked piece, as in training; text behind it keeps
+        The space before a mask belongs to the masked token, as in training; text behind it keeps
         its own, or continues the word.
         """
         ids: list[int] = []
@@ -134,12 +134,14 @@ class Tokenizer:
         for is_name, run in groupby(map(int, ids), lambda token: (
                 self._special[token] and token != self.unk_id)):
             tokens = list(run)
-            parts += self.pieces(tokens) if is_name else [self._engine.decode(tokens)]
+            parts += self.subwords(tokens) if is_name else [self._engine.decode(tokens)]
         return " ".join(parts)
 
-    def pieces(self, ids) -> list[str]:
-        """Return the piece of each id, as the vocabulary has it."""
+    def subwords(self, ids) -> list[str]:
+        """Return the vocabulary item of each id."""
         return [self._engine.pieces[int(token)] for token in ids]
+
+    pieces = subwords  # its name in 0.2.0
 
     def readable(self, ids) -> list[str]:
         """Return the text of each id, with the space before a word; lone bytes as \\xNN."""
@@ -171,6 +173,12 @@ class Tokenizer:
         """Return bool[size]: ids that are never masked and never drawn as a replacement."""
         return self._special.copy()
 
+    def is_part(self) -> np.ndarray:
+        """Return bool[size]: ids of bytes that are no whole characters, and all byte tokens of
+        SentencePiece: most text has none of them.
+        """
+        return ~self._special & self._table(self._engine.is_part)
+
     @cached_property
     def _special(self) -> np.ndarray:
         special = np.zeros(self.size, dtype=bool)
@@ -188,8 +196,8 @@ def _unpickled(files: tuple, path: Path) -> Tokenizer:
     return Tokenizer.of_files(dict(files), path)
 
 
-def unknown_pieces(count: int, tokens: int) -> str:
-    """Return what is wrong with `tokens` of which `count` are unknown pieces, "" if that is few."""
+def unknown_tokens(count: int, tokens: int) -> str:
+    """Return what is wrong with `tokens` of which `count` are unknown, "" if these are few."""
     if count <= _MANY_UNKNOWN * tokens:
         return ""
-    return f"{count / tokens:.1%} of the tokens are unknown pieces: what they stood for is lost"
+    return f"{count / tokens:.1%} of the tokens are unknown: what they stood for is lost"

@@ -53,7 +53,7 @@ def _byte_level_bpe(vocabulary_path: ReadFile, merges_path: ReadFile) -> dict:
         raise UserError(f"{vocabulary_path} and {merges_path.name}: not the files of a byte-level "
                         f"BPE, or damaged ({first_line(error)}); fetch them again") from error
     if not is_vocabulary(vocabulary):
-        raise UserError(f"{vocabulary_path}: gives an id to two pieces; fetch it again")
+        raise UserError(f"{vocabulary_path}: gives an id to two subwords; fetch it again")
     ends = sum(piece.endswith("</w>") for piece in vocabulary)
     if 20 * ends > len(vocabulary):
         raise UserError(f"{vocabulary_path}: marks the ends of words ('</w>'), so an id does not "
@@ -63,7 +63,7 @@ def _byte_level_bpe(vocabulary_path: ReadFile, merges_path: ReadFile) -> dict:
     lacking = sum(len(piece) > 1 and piece not in made and bytes_of_piece(piece) is not None
                   for piece in vocabulary)
     if lacking > 16 + len(vocabulary) // 100:  # special tokens and fillers have no merges
-        raise UserError(f"{merges_path}: makes {lacking:,} of the {len(vocabulary):,} pieces of "
+        raise UserError(f"{merges_path}: makes {lacking:,} of the {len(vocabulary):,} subwords of "
                         f"{vocabulary_path.name} by no merge: one of the two is cut short, or of "
                         "another model; fetch both again")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
@@ -84,7 +84,7 @@ def _wordpiece(path: ReadFile) -> dict:
         with _on_disk(path) as paths:
             vocabulary = models.WordPiece.read_file(*paths)
     except Exception as error:  # the library's errors have no class of their own
-        raise UserError(f"{path}: not a vocabulary of WordPiece, one piece a line "
+        raise UserError(f"{path}: not a vocabulary of WordPiece, one subword a line "
                         f"({first_line(error)})") from error
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],

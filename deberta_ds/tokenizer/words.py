@@ -123,6 +123,11 @@ def byte_value(piece: str) -> int | None:
     return None
 
 
+def is_part(data: bytes) -> bool:
+    """Return whether bytes of UTF-8 are not whole characters."""
+    return data.decode(errors="ignore").encode() != data
+
+
 @cache
 def byte_of_character() -> dict[str, int]:
     """Return {character: byte}: how byte-level BPE writes bytes (GPT-2, `bytes_to_unicode`).

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError, looked_in, naming
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import parse_json
 
@@ -77,7 +77,7 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
 def _whole_lines(path: Path) -> list[str]:
     """Return the lines of a file; the last one may lack its end, if it lacks nothing else."""
     if not path.exists():
-        raise UserError(f"{path}: no such file; give a directory a run has written to")
+        raise UserError(f"{path}: no such file{looked_in(path)}; give a run's directory")
     with naming(path):
         *lines, tail = path.read_bytes().decode("utf-8").split("\n")
     return [*lines, tail] if tail and _is_whole(tail) else lines

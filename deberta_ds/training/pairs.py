@@ -23,7 +23,7 @@ from typing import BinaryIO
 import numpy as np
 
 from deberta_ds.base import command_line
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError, looked_in, naming
 from deberta_ds.files.tables import read_table, text_lines
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.text import BadTextError, normalise
@@ -129,8 +129,8 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
             with naming(file):
                 yield str(file), str(file.relative_to(path)), file.read_bytes()
     elif not path.exists():
-        raise UserError(f"{path}: no such file or directory; name minimal pairs, such as BLiMP's "
-                        "data directory")
+        raise UserError(f"{path}: no such file or directory{looked_in(path)}; name minimal pairs, "
+                        "such as BLiMP's data directory")
     elif path.suffix in _SUFFIXES:
         with naming(path):
             _check_size(path, path.stat().st_size)

@@ -124,10 +124,14 @@ def restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord
     find.load(model_engine, found.path)
     if change := find.layout_changes(record, inputs.ds):
         log.info(f"resumed in another layout: {change}")
-    dropout = max(run.model.hidden_dropout, run.model.attention_dropout)
-    if dropout and "cuda_graph" not in record.config["train"]:
-        log.info("the checkpoint is of version 0.2.0, whose dropout drops other elements: the run "
-                 "goes on from it, but not bit for bit as 0.2.0 would")
+    mask, others = run.objective.mask, []
+    if max(run.model.hidden_dropout, run.model.attention_dropout):
+        others.append("dropout drops other elements")
+    if mask.random_share and mask.selection != "deberta_window":
+        others.append("masks draw random tokens among all ids")
+    if others and "cuda_graph" not in record.config["train"]:
+        log.info(f"the checkpoint is of version 0.2.0, whose {' and '.join(others)}: the run goes "
+                 "on from it, but not bit for bit as 0.2.0 would")
     for line in changed_values(run, record):
         log.info(f"changed since the checkpoint: {line}")
     for line in dist.together(lambda: set_aside(run.out_dir, record.step)

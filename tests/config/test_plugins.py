@@ -102,6 +102,9 @@ def test_rare_words_are_chosen_more_often():
 def test_scores_and_objective():
     view = {"logits": torch.tensor([1.0, -1.0, 1.0]), "replaced": torch.tensor([True, True, False])}
     assert user_code.load("", f"{EXAMPLES}/more_scores.py:recall")({}, view) == 0.5
+    view = {"logits": torch.zeros(20), "replaced": torch.arange(20) % 4 == 0}
+    error = user_code.load("", f"{EXAMPLES}/more_scores.py:roc_auc_error")({}, view)
+    assert error == pytest.approx((21 / (12 * 5 * 15)) ** 0.5)  # at an area of 0.5: the rank test's
     objective = objective_named(f"{EXAMPLES}/small_states.py")
     assert objective.METRICS[-1].key == "state_size" and objective.HEADS == {"main": "mlm_head."}
 

@@ -122,6 +122,17 @@ def test_replacement_shares_and_random_ids():
     assert abs(shown["kept"] / shown["all"] - 0.1) < 0.02
 
 
+def test_random_tokens_are_no_bytes_that_the_sequence_lacks():
+    """An eighth of them were byte tokens of a small vocabulary, which text never has."""
+    ids, part = make_row(), np.arange(VOCAB) % 3 == 1
+    ids[1:5] = ids[part[ids] & ~SPECIAL[ids]][0]
+    drawn = np.concatenate([mask_row(
+        ids, WORD_START, ONE_A_TOKEN, SPECIAL, MaskConfig(mask_share=0.0, random_share=1.0), MASK,
+        np.random.default_rng(seed), part=part)[0] for seed in range(300)])
+    assert set(drawn[part[drawn]]) == set(ids[part[ids]])
+    assert set(np.flatnonzero(~part & ~SPECIAL)) <= set(drawn)
+
+
 def test_a_row_of_one_long_word_gets_a_target():
     ids = np.array([1, 5] + [4] * 10 + [2], dtype=np.int64)  # id 4 continues a word
     for max_ngram in (1, 3):

@@ -131,7 +131,7 @@ def test_a_corpus_that_lies_elsewhere_now_repeats_no_row(corpora, tmp_path, caps
 def test_longer_rows_come_from_other_shards_or_are_refused(corpora, tmp_path):
     web = corpora[0]
     write_checkpoint(run_of([SourceConfig(path=web)]), tmp_path / "all")
-    with pytest.raises(UserError, match="would repeat tokens.*--stretch outside"):
+    with pytest.raises(UserError, match="would repeat tokens.*--part outside"):
         next_source(web, [read_stage(tmp_path / "all")], seq_len=128, part=(0.8, 1.0))
     write_checkpoint(run_of([SourceConfig(path=web, part=(0.0, 0.8))]), tmp_path / "most")
     stages = [read_stage(tmp_path / "most")]

@@ -17,7 +17,7 @@ from launching import ROOT
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate import pair_scores
-from deberta_ds.evaluate.pair_scores import cut_work, masked_scores
+from deberta_ds.evaluate.pair_scores import cut_work
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
@@ -190,22 +190,6 @@ def test_originality_equals_a_loop_over_transformers_layers():
                 sum(log_p[start:len(ids) - end]), rel=1e-5, abs=1e-9)
 
 
-def test_a_model_that_knows_word_frequencies_gives_their_sum():
-    model = masked_model()
-    words, masked_lm = model.masked_lm
-    bias = torch.linspace(-3, 3, 640)
-    with torch.no_grad():
-        words.weight.zero_()
-        masked_lm.head.bias.copy_(bias)
-    found = pair_scores.score_pairs(model, PAIRS).scores
-    log_p = bias.double()[: tiny_tokenizer().size].log_softmax(0)
-    for number, pair in enumerate(PAIRS):
-        expected = [float(log_p[tiny_tokenizer().encode(sentence)].sum())
-                    for sentence in (pair.good, pair.bad)]
-        for scorer in ("pll_word", "pll_piece"):
-            assert found[scorer][number] == pytest.approx(expected, rel=1e-6)
-
-
 def constant_discriminator() -> LoadedModel:
     model = discriminator()
     with torch.no_grad():
@@ -258,22 +242,6 @@ def test_every_piece_is_asked_once_in_each_reading():
         assert asked == [(n, k) for n, ids in enumerate(sentences) for k in range(1, len(ids) - 1)]
     items = np.concatenate(cut_work(np.array([5, 9, 5, 5]), 10))
     assert sorted(items) == [0, 1, 2, 3]
-
-
-def test_scores_do_not_depend_on_the_batch():
-    model = masked_model()
-    sentences = encode_sentences([pair.good for pair in PAIRS], tiny_tokenizer(), 64)
-    queries = queries_of(sentences, tiny_tokenizer())
-    lengths = np.array([len(ids) for ids in sentences])[queries.sentence]
-
-    def scores(batch_tokens):
-        values = np.empty(len(lengths))
-        for items in cut_work(lengths, batch_tokens):
-            values[items] = masked_scores(*model.masked_lm, tiny_tokenizer(), sentences, queries,
-                                          items)
-        return values
-
-    assert scores(1) == pytest.approx(scores(4096), rel=1e-5)
 
 
 def test_interval_and_means_are_those_of_the_formulas():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from launching import python
+from data_helpers import run_main
 from test_metrics_references import labelled
 
 from deberta_ds.base.errors import UserError
@@ -170,12 +170,11 @@ def test_a_task_is_one_row_in_one_file():
             assert not [name for name in names if f'"{name}"' in text], path
 
 
-@pytest.mark.slow
 def test_submit_py_makes_and_checks_the_zip(official, tmp_path):
     out = tmp_path / "predictions"
     out.mkdir()
     (out / "CoLA.jsonl").write_text('{"idx": 0, "label": 1}\n{"idx": 1, "label": 0}\n')
     others = [task.name for task in GLUE if task.name != "CoLA"]
-    done = python("launch/submit.py", "--suite", "GLUE", "--data", official, "--any_size", "--run",
-                  out, "--zip", tmp_path / "g.zip", "--leave_out", *others)
-    assert "1 files, checked" in done.stdout
+    printed = run_main("launch/submit.py", "--suite", "GLUE", "--data", official, "--any_size",
+                       "--run", out, "--zip", tmp_path / "g.zip", "--leave_out", *others)
+    assert "1 files, checked" in printed

@@ -18,7 +18,7 @@ from test_metrics_references import task_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import lock, process
-from deberta_ds.finetuning import loop, resume, sweep
+from deberta_ds.finetuning import loop, sweep
 from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
 from deberta_ds.finetuning.models import build_model, keep_head, open_start
 from deberta_ds.finetuning.options import build_sweep
@@ -55,7 +55,7 @@ def test_lower_layers_learn_slower(process_group, tmp_path):
     assert moved("backbone.trunk.input.norm.weight") == pytest.approx(0.125, rel=0.15)
 
 
-SHARED = ("--tasks", "RTE", "ReCoRD", "CB", *QUICK,
+SHARED = ("--tasks", "RTE", "ReCoRD", "CB", *QUICK, "--all.epochs=1", "--all.train_rows=12",
           "--CB.sift_weight=1.0", "--CB.sift_noise=0.0", "--CB.sift_step=0.1")
 
 
@@ -70,8 +70,7 @@ def alone(tmp_path_factory) -> Path:
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stage", "extra"), [
-    (2, 3, "--all.micro_batch_size=1"), (2, 2, "--all.evals_per_epoch=1"),
-    (3, 1, "--all.eval_batch_size=2")])
+    (2, 3, "--all.micro_batch_size=1"), (3, 1, "--all.eval_batch_size=2")])
 def test_any_world_and_zero_stage_trains_and_predicts_alike(ranks, stage, extra, alone, tmp_path):
     """ReCoRD's two validation queries leave ranks without a batch, and CB trains adversarially,
     whose inner gradient must leave the partitions alone. Nothing is doubled, nothing is lost."""
@@ -151,16 +150,6 @@ def test_another_start_or_test_table_is_not_taken_for_the_same(process_group, tm
     result.write_text("{")
     with pytest.raises(UserError, match="not valid JSON.*to run this seed again"):
         sweep.run_all(plan(tmp_path / "out", num_seeds=1))
-
-
-def test_a_run_that_has_not_ended_is_not_taken_for_a_model(process_group, tmp_path):
-    sweep.run_all(plan(tmp_path, num_seeds=1))
-    run = tmp_path / "CB" / "seed-1"
-    assert find_finetuned(run) == run / "model"
-    (run / "result.json").unlink()
-    with pytest.raises(UserError, match="this fine-tuning has not ended .no result.json."):
-        find_finetuned(run)
-    assert find_finetuned(run / "model") == run / "model"
 
 
 def test_texts_that_do_not_fit_end_a_sweep_before_its_first_run(process_group, tmp_path):
@@ -331,13 +320,14 @@ def test_a_diagnostic_set_is_no_task_to_train():
 
 def test_the_best_evaluation_is_that_of_the_metric_that_was_asked_for(monkeypatch):
     scores, values = [], {"accuracy": 0.9, "f1": 0.2}
-    progress = SimpleNamespace(step=4, losses=[(0.5, 0.25)], history=[], accept=scores.append)
+    progress = SimpleNamespace(step=4, losses=[(0.5, 0.25)], history=[], seconds=1.0,
+                               accept=lambda *found: scores.append(found))
     settings = SimpleNamespace(best_metric="f1", global_batch_size=8, sift_weight=0.0)
     task = task_of("accuracy")
     job = SimpleNamespace(task=task, settings=settings, seed=0, say=print)
-    monkeypatch.setattr(loop, "_evaluate", lambda job, engine: (values, 0.0))
-    loop.evaluate_and_keep(job, None, progress, 8, 16, lambda: 1.0)
-    assert scores == [0.2] and progress.losses == []
+    monkeypatch.setattr(loop, "_evaluate", lambda job, engine: (values, 0.5))
+    loop.evaluate(job, None, progress, 8, 16)
+    assert scores == [(0.2, 0.5)] and progress.losses == []
     assert progress.history == [{"step": 4, "epoch": 2.0, "loss": 0.5} | values]
 
 
@@ -361,16 +351,22 @@ def test_a_class_of_one_example_weighs_as_many_times_as_it_is_rarer():
 
 def test_a_save_at_an_evaluation_holds_what_was_evaluated(monkeypatch):
     saved, evaluated = [], []
-    monkeypatch.setattr(loop, "Checkpoints", lambda *_: SimpleNamespace(
-        restore=lambda: resume.Progress({}, 1), is_due=lambda at_evaluation: at_evaluation,
-        save=lambda progress: saved.append(progress.step), seconds=lambda: 0.0))
+    monkeypatch.setattr(loop, "save", lambda *found: saved.append((found[2].step, found[3])))
     monkeypatch.setattr(loop, "train_step", lambda *_, request, **__: SimpleNamespace(
         sums={"loss": 1.0, "adversarial": 0.0}, request=request))
-    monkeypatch.setattr(loop, "evaluate_and_keep",
-                        lambda job, engine, progress, *_: evaluated.append(progress.step))
+    monkeypatch.setattr(loop, "evaluate", lambda job, engine, progress, *_: evaluated.append(
+        progress.step) or progress.step == 7)
     monkeypatch.setattr(loop, "set_learning_rate", lambda *_: None)
     monkeypatch.setattr(loop, "micro_batches", lambda *_: [])
     settings = Settings(epochs=2, global_batch_size=4, learning_rate=1e-3)
     job = SimpleNamespace(task=task_of("accuracy"), seed=1, settings=settings)
-    loop._updates(job, None, settings.optim(7), [SimpleNamespace(num_tokens=3)] * 13, 7)
-    assert saved == evaluated == [4, 7]
+    progress = loop.Progress({}, 1, seconds=50.0)
+    rows = [SimpleNamespace(num_tokens=3)] * 13
+    monkeypatch.setattr(loop, "is_save_due", lambda passed, took, at_evaluation: at_evaluation)
+    loop._updates(job, None, settings.optim(7), rows, 7, progress)
+    assert evaluated == [4, 7] and saved == [(4, False), (7, True)]
+    assert progress.seconds > 50  # of all starts
+    progress.step = 0
+    monkeypatch.setattr(loop, "is_save_due", lambda *_: False)
+    loop._updates(job, None, settings.optim(7), rows, 7, progress)
+    assert saved[2:] == [(7, True)]  # the best is saved in any case

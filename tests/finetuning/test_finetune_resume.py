@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import rank_helpers
 import torch
@@ -15,10 +16,10 @@ from test_finetune_loop import QUICK, common, plan
 from test_metrics_references import task_of
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.checkpoint.find import Found
+from deberta_ds.checkpoint import find
 from deberta_ds.finetuning import inputs as encoding
-from deberta_ds.finetuning import loop, resume, sweep
-from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.finetuning import loop, sweep
+from deberta_ds.finetuning.directory import find_finetuned
 from deberta_ds.finetuning.inputs import digest
 from deberta_ds.tasks.layouts import Example, TextSpan
 from deberta_ds.training.step import train_step
@@ -55,13 +56,13 @@ def check_killed(tmp_path: Path, ranks: int, kills: tuple, *more: str) -> dict:
     for step, saves, found in kills:
         assert any(start(out, ranks, step, saves, *more))
         assert not (out / "CB" / "seed-1" / "result.json").exists()
-        newest = resume.newest(out / "CB" / "seed-1")
+        newest, _ = loop.newest(out / "CB" / "seed-1")
         assert newest.name == f"step-{found:08d}"
     assert not any(start(out, ranks, -1, "evals", *more))
     assert f"goes on after step {found}, from {newest}" in (out / "log").read_text()
     whole, killed = everything(tmp_path / "whole"), everything(out)
     assert killed == whole
-    assert not [name for name in whole[1] if name.startswith(("resume", ".model"))]
+    assert not [name for name in whole[1] if name.startswith("resume")]
     return whole[0]
 
 
@@ -70,12 +71,11 @@ def test_a_run_killed_twice_ends_with_the_same_weights_history_and_scores(tmp_pa
     assert (result["best_step"], result["history"][-1]["step"]) == (2, 6)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.multi
 @pytest.mark.slow
-def test_two_ranks_of_which_one_is_killed(stage, tmp_path):
-    check_killed(tmp_path, 2, (EACH if stage == 3 else EVALS,), "--all.sift_weight=1.0",
-                 "--deepspeed_config", str(deepspeed_json(tmp_path / "ds.json", stage)))
+def test_two_ranks_of_which_one_is_killed(tmp_path):
+    check_killed(tmp_path, 2, (EACH,), "--all.sift_weight=1.0", "--deepspeed_config",
+                 str(deepspeed_json(tmp_path / "ds.json", 3)))
 
 
 @pytest.mark.multi
@@ -111,7 +111,7 @@ def killed(process_group, tmp_path, monkeypatch) -> Path:
 
 
 def test_a_checkpoint_of_another_run_is_not_taken(killed, tmp_path):
-    path = resume.newest(killed)
+    path, _ = loop.newest(killed)
     with pytest.raises(UserError, match=f"{path}: this run had settings = .*'epochs': 2.*or delete "
                        f"{killed} to run it again"):
         sweep.run_all(plan(tmp_path, num_seeds=1, given=(*QUICK, "--all.epochs=1")))
@@ -121,29 +121,27 @@ def test_a_checkpoint_of_another_run_is_not_taken(killed, tmp_path):
         sweep.run_all(plan(tmp_path, num_seeds=1))
 
 
-def test_best_weights_that_are_gone_are_said_at_once(killed, tmp_path):
-    load_finetuned(killed / "model")  # the best weights so far
-    (killed / "model").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="model: is gone, the best weights of .*resume; delete"):
-        sweep.run_all(plan(tmp_path, num_seeds=1))
-
-
-def test_weights_that_no_checkpoint_knows_of_do_not_become_the_model(killed, tmp_path, monkeypatch):
-    """Killed between an evaluation and its checkpoint, a run went on with the best of later."""
-    before = {name: value.clone() for name, value in
-              load_finetuned(killed / "model").weights.items()}
-    waiting = resume.waiting(killed, 12)
-    (killed / "model").rename(waiting)
-    resume.waiting(killed, 6).mkdir()
-    for file in waiting.iterdir():  # as if killed between its removal and the renaming
-        (resume.waiting(killed, 6) / file.name).write_bytes(file.read_bytes())
-    (waiting / "model.safetensors").write_bytes(b"of step 12")
+def test_the_checkpoint_of_the_best_evaluation_stays_until_there_is_a_better_one(
+        killed, tmp_path, monkeypatch):
+    """Killed before OUT/resume/best pointed to it, it was what the next save deletes."""
+    (killed / "resume/best").unlink()
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "MOST_OF_TIME", np.inf)
     kill_at(9, monkeypatch)
     with pytest.raises(Killed):
         sweep.run_all(plan(tmp_path, num_seeds=1))
-    after = load_finetuned(killed / "model").weights
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    assert not waiting.exists()
+    assert [find.step_of(path) for path in find.list_finished(killed / "resume")] == [6, 9]
+    with pytest.raises(UserError, match="has not ended .no result.json.; run its command to the e"):
+        find_finetuned(killed)
+    monkeypatch.setattr(loop.Progress, "accept", lambda *_: False)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    best = find.path_of(killed / "resume", 6)
+    best.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="step-00000006: is gone or damaged .*delete .*resume to"):
+        sweep.run_all(plan(tmp_path, num_seeds=1))
+    (tmp_path / "elsewhere").rename(best)
+    sweep.run_all(plan(tmp_path, num_seeds=1))
+    assert json.loads((killed / "result.json").read_text())["best_step"] == 6
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(process_group, tmp_path, monkeypatch):
@@ -180,26 +178,24 @@ def test_every_split_is_encoded_once_for_all_seeds(process_group, tmp_path, monk
     assert set(encoded.values()) == {1} and len(encoded) == 3  # train, val, test
 
 
-def test_when_a_checkpoint_is_due(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
-    checkpoints = resume.Checkpoints(dataclasses.make_dataclass("Job", ["out"])(Path("out")), None)
-    assert checkpoints.is_due(at_evaluation=True) and not checkpoints.is_due(at_evaluation=False)
-    checkpoints._took = 20.0  # saves every 400 s take a twentieth of the time
-    now[0] += 399
-    assert not checkpoints.is_due(at_evaluation=True)
-    now[0] += 1
-    assert checkpoints.is_due(at_evaluation=True) and checkpoints.is_due(at_evaluation=False)
+def test_when_a_checkpoint_is_due():
+    def due(passed, took, at_evaluation):
+        return loop.is_save_due(passed, took, at_evaluation)
+
+    assert due(0, 0, True) and not due(0, 0, False)
+    # Saves of 20 s, every 400 s, take a twentieth of the time.
+    assert not due(399, 20, True) and due(400, 20, True) and due(400, 20, False)
 
 
 def test_the_best_evaluation_is_the_first_of_equal_ones_and_never_nan():
-    progress = resume.Progress({}, 1)
+    progress = loop.Progress({}, 1)
     taken = []
     for step, score in enumerate((float("nan"), 0.5, 0.5, 0.7, 0.6), 1):
         progress.step = step
-        taken.append(progress.accept(score))
+        taken.append(progress.accept(score, step / 10))
     assert taken == [False, True, False, True, False]
     assert (progress.best, progress.best_step, progress.since_best) == (0.7, 4, 1)
+    assert progress.threshold == 0.4
 
 
 def test_a_run_stands_only_for_one_of_the_same_texts_labels_and_answers():
@@ -210,17 +206,3 @@ def test_a_run_stands_only_for_one_of_the_same_texts_labels_and_answers():
     task = task_of("accuracy", labels="ab")
     found = {digest(task, SimpleNamespace(examples=[one])) for one in examples}
     assert len(found) == len(examples)
-
-
-def test_seconds_are_those_of_all_starts(tmp_path, monkeypatch):
-    now, progress = [100.0], resume.Progress({}, 1, step=4, seconds=50.0)
-    monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(resume, "read_progress", lambda path: progress)
-    monkeypatch.setattr(resume, "keep_best", lambda *_: None)
-    monkeypatch.setattr(resume, "find", SimpleNamespace(
-        find=lambda *_: Found(tmp_path), load=lambda *_: None))
-    job = SimpleNamespace(task=task_of("accuracy"), seed=1, say=print, out=tmp_path)
-    checkpoints = resume.Checkpoints(job, None)
-    checkpoints.restore()
-    now[0] += 7
-    assert checkpoints.seconds() == 57.0

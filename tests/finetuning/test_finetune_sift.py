@@ -176,26 +176,6 @@ def test_the_step_is_not_lost_in_16_bits(kind):
     assert float((after - before).abs().amax()) == pytest.approx(1e-4, rel=0.05)
 
 
-def test_training_makes_the_model_flatter_where_sift_asks_for_it():
-    flat = {}
-    for weight in (0.0, 20.0):
-        settings = Settings(sift_weight=weight, sift_noise=0.3)
-        model, batch = model_and_batch("CB", settings)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        for step in range(12):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            model(batch).loss_sum.backward()
-            optimizer.step()
-        torch.manual_seed(99)
-        words = model.sums(batch)
-        scores = model.scores(words, batch)
-        probe = dataclasses.replace(settings, sift_loss="mse")
-        attacked = adversarial_divergence(lambda v: model.scores(v, batch), words, scores, probe)  # noqa: B023
-        flat[weight] = float(attacked.detach().sum() / scores.detach().var())
-    assert flat[20.0] < flat[0.0]
-
-
 def rows_of_stream(lengths, updates, global_batch_size, group_updates, seed=3) -> list[list[int]]:
     return [
         stream(lengths, seed, step, global_batch_size, group_updates) for step in range(updates)]

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import json
 import runpy
 from pathlib import Path
 
@@ -192,34 +191,3 @@ def test_swag_race_and_conll_are_read_in_their_own_formats(tmp_path):
     task = recipe("conll2003", tmp_path)
     (example,) = read_split(task, ".", "train").examples
     assert task.labels == ("O", "B-ORG") and example.label == (1, 0)
-
-
-def test_races_own_directory_is_read_as_the_hubs_table(tmp_path):
-    document = {"id": "middle2.txt", "article": "It rained.\nAll day.", "answers": ["B", "D"],
-                "questions": ["What fell?", "It was _ ."],
-                "options": [["Snow", "Rain", "Hail", "Dust"], ["a", "b", "c", "d"]]}
-    for name in ("middle/2.txt", "high/10.txt"):
-        file = tmp_path / "RACE" / "train" / name
-        file.parent.mkdir(parents=True)
-        file.write_text(json.dumps(document | {"id": name}))
-    path = tmp_path / "race.toml"
-    text = (RECIPES / "race.toml").read_text()
-    path.write_text(text.replace("train.parquet", "RACE/train").replace(
-        "validation.parquet", "RACE/train"))
-    task = load_own_task(path)[0]
-    examples = read_split(task, ".", "train").examples
-    assert [example.label for example in examples] == [1, 3, 1, 3]
-    assert examples[0].sequences[1] == ("It rained.\nAll day.", "What fell? Rain")
-    assert examples[1].place.endswith("high/10.txt, question 1")
-    rows = [row["example_id"] for _, row in read_table(tmp_path / "RACE" / "train")]
-    assert rows == ["high/10.txt"] * 2 + ["middle/2.txt"] * 2
-    for change, message in (({"answers": ["B"]}, "not a RACE document .*ValueError"),
-                            ({"answers": ["B", "E"]}, "a letter from A to D"),
-                            ({"options": [["a"], ["a"]]}, "has 1 answers, not 2 to 4"),
-                            ({"options": 3}, "not a RACE document .*TypeError"),
-                            ({"article": " "}, '"article" is empty')):
-        file.with_name("9.txt").write_text(json.dumps(document | change))
-        with pytest.raises(UserError, match=f"9.txt.*{message}"):
-            read_split(task, ".", "train")
-    with pytest.raises(UserError, match="a directory is read as RACE's, and there is no document"):
-        list(read_table(RECIPES))

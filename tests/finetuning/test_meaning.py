@@ -79,6 +79,29 @@ def test_plausible_answers_of_an_impossible_question_are_none(tmp_path):
     assert "2 of 4 questions have answers that contradict is_impossible" in split.left_out
 
 
+@pytest.mark.parametrize(("flag", "gold"), [
+    ("TRUE", ()), ("1.0", ()), ("false", ("Rome",)), ("", ("Rome",)), ("maybe", None)])
+def test_is_impossible_is_read_as_tables_write_it(tmp_path, flag, gold):
+    """Excel's TRUE was taken for false, and a plausible answer for a right one."""
+    table = f"q,text,answer,is_impossible\na?,in Rome,Rome,{flag}\nb?,in Rome,Rome,0\n"
+    options = {"texts": ["q", "text"], "label": "answer"}
+    if gold is None:
+        with pytest.raises(UserError, match="a.csv:2: is_impossible must be true or false, found"):
+            load(tmp_path, "spans", "a.csv", table, **options)
+    else:
+        split, _ = load(tmp_path, "spans", "a.csv", table, **options)
+        assert [example.gold for example in split.examples] == [gold, ("Rome",)]
+
+
+def test_labels_of_two_cases_and_texts_for_empty_cells_are_said(tmp_path):
+    """Both were learned without a word: a class twice, and what pandas writes for nothing."""
+    split, said = load(tmp_path, "classification", "a.csv",
+                       "text,label\nfine,Good\nnice,good\nnan,bad\nNone,bad\n",
+                       texts=["text"], label="label")
+    assert "'Good' and 'good' differ by case alone" in said
+    assert "2 texts are 'None' or 'nan', which tables write for an empty" in split.left_out
+
+
 def test_texts_that_tokenize_alike_are_the_same_text(tmp_path):
     """A doubled space, an invisible mark, or NFD in place of NFC: a copy of it is no new text."""
     texts = [f"número {n} de la lista" for n in range(20)]
@@ -155,12 +178,14 @@ def test_look_shows_columns_counts_and_rows_as_they_are_read(tmp_path):
                    "  not read: who", "  X: 7", "  2 of 2 are in train, too", "test: none"):
         assert any(line.startswith(wanted) for line in lines), wanted
     assert any("[Annabelle|X] met" in line for line in lines)
-    examples = [{"q": "what?", "text": "tall trees", "answers": "trees"},
-                {"q": "who?", "text": "tall trees", "answers": ""}]
+    examples = [{"q": "what?", "text": "tall trees", "answers": "trees", "is_impossible": False},
+                {"q": "who?", "text": "tall trees", "answers": "", "is_impossible": True}]
     load(tmp_path, "spans", "qa.jsonl", jsonl(examples), texts=["q", "text"],
          label="answers")
     lines = list(look(load_own_task(tmp_path / "task.toml")[0], "."))
     assert "  - what? || tall [trees]" in lines and "      = no answer" in lines
+    assert "  read: q, text, answers, is_impossible" in lines
+    assert "val: 10% of train (val_share)" in lines
 
 
 def test_a_tag_inside_of_a_field_is_taken_by_its_key(tmp_path):
@@ -172,6 +197,9 @@ def test_a_tag_inside_of_a_field_is_taken_by_its_key(tmp_path):
         list(rows_of(str(path), columns))
     assert [row["tags"] for row in rows_of(str(path), columns, key="name")] == [["O", "B-PER", "O"]]
     assert "SpaceAfter=No" in next(rows_of(str(path), columns, key="all"))["tags"]
+    assert [row["tags"] for row in rows_of(str(path), {}, key="name")] == [["O", "B-PER", "O"]]
+    with pytest.raises(UserError, match="no tag has a field nam="):
+        list(rows_of(str(path), {}, key="nam"))
 
 
 def test_csv_cells_decide_what_columns_called_tokens_and_tags_hold(tmp_path):
@@ -204,9 +232,19 @@ def test_files_of_other_projects_that_were_read_as_something_else(tmp_path):
             {"text": "a", "label": ""}], texts=["text"]))[0], "."))
 
 
+@pytest.mark.parametrize("text, said", [
+    ("M\ufffdnchen", "were lost"), ("sch\u00c3\u00b6n", "Latin-1"), ("Tom &amp; Jerry", "HTML"),
+    ("\u00c3o \u00c2ngela", "")])
+def test_look_counts_damaged_texts(tmp_path, text, said):
+    rows = [{"text": text, "label": "a"}, {"text": "&", "label": "b"}]
+    path = write_task(tmp_path, "classification", rows, texts=["text"])
+    found = {line for line in look(load_own_task(path)[0], ".") if line.startswith("  1 of them")}
+    assert len(found) == bool(said) and said in "".join(found)
+
+
 def test_a_file_that_only_begins_as_conll_2012_names_the_columns(tmp_path):
     path = tmp_path / "a.conll"
-    path.write_text("#begin document x\nAnna B-PER\nist O\n")
+    path.write_text("#begin document x\nAnna B-PER\nist O\n#end document\n")
     with pytest.raises(UserError, match="no word in column 4; name .*: --word 1 --tag -1"):
         list(rows_of(str(path), {}))
     assert next(rows_of(str(path), {"word": 1, "tag": -1}))["tags"] == ["B-PER", "O"]

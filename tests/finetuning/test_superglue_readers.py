@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import zipfile
 
 import pytest
@@ -76,7 +77,7 @@ def test_hub_parquet_gives_the_same_examples(name, tmp_path):
 
 
 def test_broken_parquet_is_one_error(tmp_path):
-    pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets")
     (tmp_path / "rte").mkdir()
     (tmp_path / "rte" / "train-00000-of-00001.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(UserError, match="train-00000-of-00001.parquet: damaged or cut short"):
@@ -85,6 +86,15 @@ def test_broken_parquet_is_one_error(tmp_path):
     with pytest.raises(UserError, match="train-00000-of-00001.parquet: damaged or cut short"):
         has_split(task_named("RTE"), tmp_path, "train")
     assert not has_split(task_named("RTE"), tmp_path, "test")
+    row = {"premise": "a", "hypothesis": "b", "idx": 0, "label": 0}
+    table = tmp_path / "rte" / "train-00000-of-00001.parquet"
+    for bad in ({"label": 7}, {"label": None}, {"label": "x"}, {"idx": {"a": 1}}, {"premise": 3}):
+        datasets.Dataset.from_list([row | bad]).to_parquet(str(table))
+        with pytest.raises(UserError, match="rte"):
+            read_split(task_named("RTE"), tmp_path, "train", any_size=True)
+    datasets.Dataset.from_list([row, row | {"idx": 1, "label": 7}]).to_parquet(str(table))
+    with pytest.raises(UserError, match="row 2: not the Hub's rte table"):  # it was row 1
+        read_split(task_named("RTE"), tmp_path, "train", any_size=True)
 
 
 def _without(key):
@@ -162,6 +172,19 @@ def test_a_line_separator_inside_a_text_is_no_line_end(tmp_path):
     text = json.dumps(line, ensure_ascii=False)
     (tmp_path / "RTE" / "train.jsonl").write_text(text, encoding="utf-8")
     assert len(read_split(task_named("RTE"), tmp_path, "train", any_size=True).examples) == 1
+
+
+def test_directories_in_the_place_of_files_and_odd_pairs(tmp_path):
+    (tmp_path / "RTE" / "train.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match="RTE train is not there"):
+        read_split(task_named("RTE"), tmp_path, "train", any_size=True)
+    shutil.copytree(SAMPLE / "AX-g", tmp_path / "AX-g")
+    file = tmp_path / "AX-g" / "AX-g.jsonl"
+    lines = file.read_text().splitlines()
+    for kept in (lines[:-1], [lines[0], *lines[2:], lines[1]]):
+        file.write_text("\n".join(kept))
+        with pytest.raises(UserError, match=r"AX-g.jsonl:\d+: this line and the next"):
+            read_split(task_named("AX-g"), tmp_path, "test", any_size=True)
 
 
 def test_copa_puts_the_cause_first():

@@ -17,6 +17,13 @@ from deberta_ds.planner import new_run, plan
 from deberta_ds.planner.activations import Activations
 
 
+@pytest.fixture(autouse=True)
+def weightless(monkeypatch):
+    """What is chosen hangs on the text and the hours."""
+    monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
+    monkeypatch.setattr(cpu, "has_bf16", lambda: True)  # fp32 alone is half as fast
+
+
 def corpus(root, tokens: int, vocabulary: int = 8001):
     """Write manifests of a corpus and what belongs to it; no text is behind them."""
     for name, count in (("train", tokens), ("heldout", max(20_000, tokens // 200))):
@@ -36,10 +43,8 @@ def corpus(root, tokens: int, vocabulary: int = 8001):
     (12_500_000_000, "RTX 4090", 24, "", 768, 512), (12_500_000_000, "4 x a100", 24, "", 768, 512),
     (12_500_000_000, "64 cpu", 100, "mlm", 768, 512),
     (50_000_000_000, "16 x h100", 2000, "", 1024, 512)])
-def test_values_fit_the_text_the_devices_and_each_other(tmp_path, monkeypatch, tokens, devices,
-                                                        hours, objective, width, length):
-    monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
-    monkeypatch.setattr(cpu, "has_bf16", lambda: True)  # fp32 alone is half as fast
+def test_values_fit_the_text_the_devices_and_each_other(tmp_path, tokens, devices, hours, objective,
+                                                        width, length):
     tmp_path /= "my text"
     text, hardware = corpus(tmp_path, tokens), new_run.open_devices(devices)
     written, stage = new_run.choose(text, hardware, hours, objective, "mine")
@@ -69,10 +74,7 @@ def test_values_fit_the_text_the_devices_and_each_other(tmp_path, monkeypatch, t
     assert (hardware.gpu.peak(ds_config.matmul_precision(ds)) is not None) and stage < 3
 
 
-def test_more_hours_give_a_larger_model_and_tokens_that_nobody_measured_are_named(tmp_path,
-                                                                                  monkeypatch):
-    monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
-    monkeypatch.setattr(cpu, "has_bf16", lambda: True)
+def test_more_hours_give_a_larger_model_and_tokens_that_nobody_measured_are_named(tmp_path):
     text, widths = corpus(tmp_path, 12_000_000), []
     for hours in (0.1, 1, 6, 24):
         written, _ = new_run.choose(text, new_run.open_devices("2 cpu"), hours, "", "mine")
@@ -114,8 +116,7 @@ def test_too_little_and_nothing_known(tmp_path):
         new_run.open_corpus(str(tmp_path / "here/train"), None, None)
 
 
-def test_cards_that_the_text_does_not_fill_are_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
+def test_cards_that_the_text_does_not_fill_are_said(tmp_path):
     text = corpus(tmp_path, 1_250_000)
     written, _ = new_run.choose(text, new_run.open_devices("8 x h100"), 1, "", "mine")
     words = " ".join(written.replace("#", "").split())

@@ -60,10 +60,12 @@ def test_every_page_that_code_names_is_there():
             assert (ROOT / name).is_file(), f"{path} names {name}"
 
 
-def test_the_page_of_commands_is_current():
-    made = runpy.run_path(str(ROOT / "docs/make_commands.py"))
-    assert (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8") == made["page"](), (
-        "run python docs/make_commands.py")
+@pytest.mark.parametrize("script, name", [("make_commands", "commands"),
+                                          ("make_api", "python-api")])
+def test_the_generated_pages_are_current(script, name):
+    made = runpy.run_path(str(ROOT / f"docs/{script}.py"))
+    assert (ROOT / f"docs/reference/{name}.md").read_text(encoding="utf-8") == made["page"](), (
+        f"run python docs/{script}.py")
 
 
 # What makes the tutorial tiny: less text, a smaller model, fewer steps, one process.

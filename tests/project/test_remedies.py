@@ -70,6 +70,10 @@ TABLES = [
     ("a.csv", "PK\3\4" + "x" * 99, TEXT, "as CSV", "text,label\na,x\nb,y\n"),
     ("a.txt", "x", TEXT, "ending must be one of .csv", ("a.csv", "text,label\na,x\nb,y\n")),
     ("a.jsonl", "[1]\n", TEXT, "write one object a line", texts("a", "b")),
+    ("a.jsonl", texts("a", "b").replace("\n", ",\n"), TEXT, "without a comma behind it",
+     texts("a", "b")),
+    ("a.jsonl", '{"text": "x", "label": "a", "label": "b"}\n', TEXT, "name each key once",
+     texts("a", "b")),
     ("a.jsonl", '{"text": NaN, "label": "a"}\n', TEXT, "write null",
      '{"text": null, "label": "a"}\n'),
     ("a.jsonl", "", TEXT, "not a single row", texts("a", "b")),
@@ -282,6 +286,23 @@ def test_a_remedy_of_a_recipe(tmp_path, monkeypatch, capsys, inputs, options, me
     said = build("a", heldout=True)
     assert message in said, said
     assert message not in build("b", **remedy)
+
+
+@pytest.mark.parametrize("words", [
+    ("launch/pretrain.py", "--config", ROOT / "launch/runs/v3_base.toml", "--deepspeed_config",
+     ROOT / "ds_configs/zero0_fp32.json", "--check"),
+    ("launch/pretrain.py", "--config", "run.toml", "--deepspeed_config", "ds.json"),
+    ("launch/evaluate.py", "--run", "runs/base"), ("data_prep/verify.py", "corpus/web"),
+    ("data_prep/tokenize_corpus.py", "a.jsonl", "--tokenizer", tokenizer_path(), "--out", "x",
+     "--heldout_out", "y"),
+    ("data_prep/pack.py", "corpus/web", "--tokenizer", "spm.model", "--seq_len", 128),
+    ("data_prep/build.py", "--recipe", "corpus.toml"), ("launch/report.py", "--run", "runs/base"),
+], ids=str)
+def test_a_relative_path_is_named_with_the_folder_where_it_was_looked_for(
+        tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    said = tried(capsys, *words)
+    assert f"(looked in {tmp_path})" in said, said
 
 
 @pytest.mark.parametrize("devices, message, remedy", [

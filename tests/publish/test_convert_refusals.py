@@ -188,7 +188,7 @@ def test_what_is_there_is_not_replaced(tmp_path, sound, monkeypatch):
             convert(tmp_path / "there", out, "hf")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_an_export_saved_again_in_another_precision_is_read(tmp_path, dtype):
     """transformers leaves the file beside it, with the rows of the table that it reads alone."""
     write_ours(make_release("v3"), tmp_path / "ours")
@@ -269,7 +269,7 @@ def test_a_choice_of_a_v1_model_is_a_classifier_of_one_score(tmp_path):
 
 
 @pytest.mark.parametrize(("spoil", "message"), [
-    (edit(**{"classifier.weight": torch.randn(3, 32)}), "classifier.weight has shape .3, 32.*2 l"),
+    (edit(**{"classifier.weight": torch.randn(3, 32)}), "classifier.weight has .*asks for .2,"),
     (edit(**{"pooler.dense.weight": torch.randn(16, 32)}), "pooler.dense.weight has shape .16,"),
     (edit(**{"classifier.weight": torch.randn(2, 32).to(torch.float8_e4m3fn)}), "not floats of"),
 ], ids=["labels", "pooler", "float8"])

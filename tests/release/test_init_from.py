@@ -3,45 +3,57 @@
 import pytest
 import rank_helpers
 import torch
+from export_cases import make_release
 from launching import deepspeed_json, make_run, options_of
 
+import deberta_ds
 from deberta_ds.checkpoint.find import load_whole_state
 from deberta_ds.publish.convert import convert
+from deberta_ds.release.native import write_ours
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow]
-TINY_STEP = 1e-9  # learning rate of the one step that makes a checkpoint of the first weights
+TINY_STEP = "1e-9"  # learning rate of the one step that makes a checkpoint of the first weights
 
 
-def start(root, name, init, **changes):
-    """Train one negligible step from `init` on two ranks; return (weights, output)."""
-    run = make_run(root / name, steps="1", warmup_steps="0", learning_rate=str(TINY_STEP),
-                   save_every="1", eval_every="1", two_layers=True, **changes)
-    text = run.read_text().replace('preset = "tiny"\nnum_layers = 2\nvocab_size = 640\n', "")
+def write_run(root, init, **changes):
+    """Write a run that trains one negligible step from `init`; return its file."""
+    run = make_run(root, steps="1", warmup_steps="0", learning_rate=TINY_STEP, save_every="1",
+                   eval_every="1", **changes)
+    text = run.read_text().replace('preset = "tiny"\nvocab_size = 640\n', "")
     run.write_text(text.replace("[objective]", f"[init]\n{init}\n[objective]"))
-    ds = deepspeed_json(root / "zero3.json", 3)
-    text = rank_helpers.run(2, options_of(run, ds), root / f"{name}.log")
-    return load_whole_state(root / name / "out")[0], text
+    return run
 
 
-def close(first, second):
-    return all((first[name] - second[name]).abs().max() < 1e-7 for name in first)
-
-
-def test_runs_start_from_checkpoint_and_from_its_export(tmp_path):
-    run = make_run(tmp_path / "first", steps="2", warmup_steps="0", save_every="2", eval_every="2",
-                   two_layers=True)
-    ds = deepspeed_json(tmp_path / "zero1.json", 1)
-    rank_helpers.run(1, options_of(run, ds), tmp_path / "log")
-    before, _ = load_whole_state(tmp_path / "first/out")
-    summary = convert(tmp_path / "first/out", tmp_path / "hf", "hf")
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """An export of a discriminator with its generator, and what is in it."""
+    root, release = tmp_path_factory.mktemp("source"), make_release("v3")
+    write_ours(release, root / "ours")
+    summary = convert(root / "ours", root / "hf", "hf")
     assert any("AutoModel -> DebertaV2Model: no missing" in line for line in summary.checks)
+    return root / "hf", release
 
-    after, output = start(tmp_path, "whole", f'from = "{tmp_path}/hf"')
-    assert before.keys() == after.keys() and close(before, after)
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_two_ranks_start_from_an_export(tmp_path, source):
+    path, release = source
+    run = write_run(tmp_path, f'from = "{path}"')
+    output = rank_helpers.run(2, options_of(run, deepspeed_json(tmp_path / "zero3.json", 3)),
+                              tmp_path / "log")
     assert "GDES delta taken from the file" in output
+    state, _ = load_whole_state(tmp_path / "out")
+    expected = {"discriminator.words.weight": release.main.tensors["words.delta"]} | {
+        name: tensor for name, tensor in release.generator.tensors.items() if name == "words.weight"
+    } | {f"discriminator.{name}": tensor for name, tensor in release.main.tensors.items()
+         if name.startswith("trunk.")}
+    assert expected.keys() <= state.keys() and len(expected) > 50
+    for name, tensor in expected.items():
+        assert (state[name] - tensor).abs().max() < 1e-7, name
 
-    after, output = start(
-        tmp_path, "words", f'from = "{tmp_path}/first/out"\nembeddings_only = true', kind='"mlm"')
-    merged = before["words.weight"] + before["discriminator.words.weight"]
-    assert torch.equal(after["words.weight"], merged)  # fixed, not merely slow
-    assert "first of two stages" in output
+
+def test_the_embedding_of_the_first_of_two_stages_is_fixed(tmp_path, source, process_group):
+    path, release = source
+    run = write_run(tmp_path, f'from = "{path}"\nembeddings_only = true', kind='"mlm"')
+    deberta_ds.train(run, deepspeed_config=deepspeed_json(tmp_path / "zero1.json", 1))
+    words = load_whole_state(tmp_path / "out")[0]["words.weight"]
+    assert torch.equal(words, release.main.tensors["words.weight"])  # fixed, not merely slow

@@ -33,7 +33,7 @@ def test_an_extended_tokenizer_keeps_its_ids_and_is_exported(tmp_path, kind):
     old = Tokenizer(path)
     new, said = extend_tokenizer(path, tmp_path / "new", SYMBOLS, 15, TEXTS)
     assert new.size == old.size + len(SYMBOLS) + 15 and new.special_ids == old.special_ids
-    assert new.pieces(range(old.size)) == old.pieces(range(old.size))
+    assert new.pieces(range(old.size)) == old.subwords(range(old.size))
     texts = [*TEXTS, *SENTENCES, "a <drug> b", "x<drug>y tnf-α", "(tnf-α) myocarditises"]
     ids = new.encode_batch(texts)
     assert ids == exported(new, tmp_path / "out")(texts)
@@ -54,8 +54,8 @@ def test_a_learned_subword_saves_the_most_tokens(tmp_path):
             counts[pair] = counts.get(pair, 0) + 1
     new, _ = extend_tokenizer(old.path, tmp_path, [], 1, TEXTS)
     ordinary = {pair: count for pair, count in counts.items()
-                if "<0x" not in "".join(old.pieces(pair))}
-    best = {"".join(old.pieces(pair)) for pair in ordinary
+                if "<0x" not in "".join(old.subwords(pair))}
+    best = {"".join(old.subwords(pair)) for pair in ordinary
             if ordinary[pair] == max(ordinary.values())}
     assert new.pieces([old.size])[0] in best
 
@@ -121,7 +121,7 @@ def test_choices_of_a_new_tokenizer_are_exported(tmp_path, monkeypatch, kind, op
     if "--normalization=nfkc" in options:
         assert tokenizer.encode("Ａ ﬁ") == tokenizer.encode("A fi")
     if "--add_tokens=symbols.txt" in options:
-        assert "<drug>" in tokenizer.pieces(tokenizer.encode("a <drug> b"))
+        assert "<drug>" in tokenizer.subwords(tokenizer.encode("a <drug> b"))
     if "--keep_white_space" in options:
         assert tokenizer.decode(tokenizer.encode(SENTENCES[0] + "\n\tx  y")) == \
             SENTENCES[0] + "\n\tx  y"

@@ -63,7 +63,7 @@ def test_what_it_lacks_is_one_error_whose_remedy_works(made):
         return
     with pytest.raises(UserError, match=f"their.model: no token for .*--add_mask {model}"):
         Tokenizer(model)
-    assert tokenizer.pieces(range(tokenizer.size - len(missing), tokenizer.size)) == missing
+    assert tokenizer.subwords(range(tokenizer.size - len(missing), tokenizer.size)) == missing
 
 
 def test_shards_hold_the_ids_of_the_text_as_it_stands(made, tmp_path, monkeypatch):

@@ -155,7 +155,7 @@ def test_offsets_are_those_of_the_raw_text(tokenizer):
     ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids == tokenizer.encode(text)
     assert offsets[0][0] == 0 and offsets[-1][1] == len(text)
-    pieces = tokenizer.pieces(ids)
+    pieces = tokenizer.subwords(ids)
     assert text[slice(*offsets[pieces.index("<0xC3>")])] == "e\u0301"  # one letter as two bytes
     covered = {place for start, end in offsets for place in range(start, end)}
     assert covered >= {place for place, character in enumerate(text) if character.isalpha()}

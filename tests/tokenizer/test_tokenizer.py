@@ -15,7 +15,7 @@ from deberta_ds.tokenizer import SPACE_MARK, Tokenizer, piece_starts_word
 
 def test_special_ids():
     tokenizer = tiny_tokenizer()
-    names = tokenizer.pieces([0, 1, 2, 3, tokenizer.mask_id])
+    names = tokenizer.subwords([0, 1, 2, 3, tokenizer.mask_id])
     assert names == ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
     assert tokenizer.size == tokenizer.mask_id + 1
     assert np.flatnonzero(tokenizer.is_special()).tolist() == [0, 1, 2, 3, tokenizer.mask_id]
@@ -47,7 +47,7 @@ def test_offsets_cover_the_words(text):
     tokenizer = tiny_tokenizer()
     ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids == tokenizer.encode(text) and len(ids) == len(offsets)
-    for (start, end), piece in zip(offsets, tokenizer.pieces(ids), strict=True):
+    for (start, end), piece in zip(offsets, tokenizer.subwords(ids), strict=True):
         assert 0 <= start <= end <= len(text)
         assert start < end or piece == "\u2581"
         if not piece.startswith("<0x"):

@@ -30,7 +30,7 @@ RAW = (*SENTENCES, "  two  spaces\u00a0and a soft\u00adhyphen, cafe\u0301, \ufef
        "tab\there 😀 नमस्ते")
 
 
-def test_unknown_pieces_are_said(tmp_path, capsys):
+def test_unknown_tokens_are_said(tmp_path, capsys):
     """A corpus that was half [UNK] was said to be whole."""
     for name, written in (("known", "ab cd\n" * 200), ("other", "ab нет\n" * 7)):
         (tmp_path / f"{name}.txt").write_text(written)
@@ -79,7 +79,7 @@ def test_trained_kinds_have_our_special_ids_and_our_text_rules(trained, lines):
 def test_too_little_text_and_a_wrong_name_are_one_error(lines, tmp_path):
     units = plan_units([str(lines)], READ, 0)
     for kind, pieces in (("byte_bpe", 30_000), ("wordpiece", 30_000), ("wordpiece", 40)):
-        with pytest.raises(UserError, match=f"of {pieces:,} pieces from this sample") as refused:
+        with pytest.raises(UserError, match=f"of {pieces:,} subwords from this sample") as refused:
             train_tokenizer(units, tmp_path / "t", TokenizerRecipe(kind=kind, vocab_size=pieces),
                             read=READ)
         possible = int(re.search(r"--vocab_size (\d+)", str(refused.value))[1])  # the error says it
@@ -157,7 +157,7 @@ def test_characters_that_a_tokenizer_passes_over_are_said(lines, tmp_path, capsy
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
         tokenize(lines, tmp_path / name, read=READ, tokenizer=Tokenizer(tmp_path / f"{name}.json"))
         shown = capsys.readouterr().err
-        assert f"{name}.json: has no piece for {lost}" in shown
+        assert f"{name}.json: has no subword for {lost}" in shown
 
 
 def test_rows_of_every_kind_keep_the_invariants(corpus):

@@ -19,6 +19,7 @@ from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens, write_tokenizer_json
+from deberta_ds.tokenizer.words import byte_value
 
 TEXTS = (*SENTENCES, "", " ", "  a  b\nc\t\td\r\n", "日本 x\u200by é e\u0301\u00a0z", "\ufeffx\x00",
          "don't (stop) it_is 12.5%", "\U0001f600😀 ไทย हिन्दी \U000e0001", "        indented = [1]",
@@ -73,6 +74,10 @@ def test_names_of_special_tokens_in_text_are_text(name):
     special = tokenizer.is_special()
     special[tokenizer.unk_id] = False
     assert not special[tokenizer.encode(TEXTS[-1])].any()
+    part = tokenizer.is_part()
+    broken = ["\\x" in text or byte_value(text) is not None
+              for text in tokenizer.readable(range(tokenizer.size))]
+    assert part.tolist() == broken and not part[tokenizer.encode("The old house")].any()
 
 
 @pytest.mark.parametrize("name", [*MAKERS, "sentencepiece"])
@@ -86,7 +91,7 @@ def test_offsets_decoding_and_another_process(name):
         assert all(not text[start].isspace() or end == start + 1 for start, end in offsets
                    if start < end)
     ids = [tokenizer.cls_id, *tokenizer.encode("The fox"), tokenizer.sep_id]
-    first, last = tokenizer.pieces(ids[:1] + ids[-1:])
+    first, last = tokenizer.subwords(ids[:1] + ids[-1:])
     assert tokenizer.decode(ids).lower().split()[:: len(ids)] == [first.lower()]
     assert tokenizer.decode(ids).endswith(last)
 
@@ -236,7 +241,7 @@ def test_vocabularies_that_mark_the_ends_of_words_or_give_an_id_twice_are_refuse
     with pytest.raises(UserError, match=r"vocab.json: marks the ends of words \('</w>'\)"):
         Tokenizer(tmp_path / "t")
     path.write_text(json.dumps(vocabulary | {"again": 7}))
-    with pytest.raises(UserError, match=r"vocab.json: gives an id to two pieces"):
+    with pytest.raises(UserError, match=r"vocab.json: gives an id to two subwords"):
         Tokenizer(tmp_path / "t")
 
 
@@ -246,7 +251,7 @@ def test_merges_that_are_cut_short_at_the_end_of_a_line_are_refused(tmp_path):
     path = tmp_path / "t/merges.txt"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text("".join(lines[: len(lines) * 3 // 4]), encoding="utf-8")
-    with pytest.raises(UserError, match=r"merges.txt: makes \d+ of the 600 pieces .* by no merge"):
+    with pytest.raises(UserError, match=r"merges.txt: makes \d+ of the 600 .* by no merge"):
         Tokenizer(tmp_path / "t")
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from deberta_ds.cluster import dist
-from deberta_ds.finetuning import loop, resume
+from deberta_ds.finetuning import loop
 
 STEP, SAVES, NAN_ROW = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-resume.MOST_OF_TIME = math.inf
-resume.SAVE_SECONDS = 0.0 if SAVES == "each" else math.inf
+loop.MOST_OF_TIME = math.inf
+loop.SAVE_SECONDS = 0.0 if SAVES == "each" else math.inf
 take_step, collate = loop.train_step, loop.collate
 
 
