@@ -135,7 +135,9 @@ def _tagged_text(line: Line, text: str) -> Example:
     if not line.needed and task.words == "list" and task.spaces:
         # Of a word, such a model knows the first token.
         return _tagged(line, text, annotations.words_in(text), None)
-    tags = annotations.tags_of_characters(text, entities_of(line))
+    tags = ["O"] * len(text)
+    for start, end, name in entities_of(line):
+        tags[start:end] = [f"B-{name}"] + [f"I-{name}"] * (end - start - 1)
     return _tagged(line, text, [(place, place + 1) for place in range(len(text))],
                    tuple(map(line.class_index, tags)) if line.has_label else None)
 
