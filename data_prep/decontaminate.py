@@ -6,7 +6,7 @@ shorter text of at least 8 words. Every field of the files is compared: JSON lin
 BLiMP), tables (GLUE), parquet, Arrow or text. Give the result to tokenize_corpus.py --leave_out.
 """
 
-from options import add_input_options, add_job_options, plan, say_part_is_done
+from options import add_input_options, add_job_options, work
 
 from deberta_ds.base.command_line import parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
@@ -23,19 +23,18 @@ def main() -> None:
     add_job_options(parser)
     args = parser.parse_args()
 
-    from deberta_ds.corpus.contamination import SHORTEST, find_contamination
-    from deberta_ds.corpus.outputs import output
+    from deberta_ds.corpus.contamination import MANY, SHORTEST, find_contamination
 
-    units, read = plan(args, args.out)
-    with output(args.out, cache=args.cache, part=args.part) as out:
-        report = find_contamination(units, args.against, out, read=read, words=args.words,
-                                    workers=args.workers, part=args.part)
+    report = work(args, find_contamination, against=args.against, words=args.words)
     if report is None:
-        return say_part_is_done(args, args.out)
-    for name, (searched, found, *short) in report.examples.items():
-        unseen = f"; {short[0]:,} more have fewer than {SHORTEST} words and were not searched" if (
-            short and short[0]) else ""
-        print(f"{name}: {found:,} of {searched:,} examples found{unseen}")
+        return
+    for name, (searched, found, *more) in report.examples.items():
+        short, shared = [*more, 0, 0][:2]
+        print(f"{name}: {found:,} of {searched:,} examples found"
+              + f", {shared:,} of them only by words that more than {MANY} examples have (a "
+              "licence or an instruction? then leave it out of the file)" * bool(shared)
+              + f"; {short:,} more have fewer than {SHORTEST} words and were not searched" * bool(
+                  short))
     for sample in report.samples[:10]:
         print(f"  {sample['document']}: \"{sample['words']}\" ({sample['example']})")
     print(f"{args.out}: {report.documents[1]:,} of {report.documents[0]:,} documents contaminated; "

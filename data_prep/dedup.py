@@ -5,7 +5,7 @@ Run this once over the inputs of all corpora of a mixture. Of each set of duplic
 the order of the inputs is kept. Give the result to tokenize_corpus.py --leave_out.
 """
 
-from options import add_fields, add_input_options, add_job_options, plan, say_part_is_done
+from options import add_fields, add_input_options, add_job_options, work
 
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly
@@ -22,16 +22,10 @@ def main() -> None:
     args = parser.parse_args()
 
     from deberta_ds.corpus.dedup import find_duplicates
-    from deberta_ds.corpus.outputs import output
 
-    units, read = plan(args, args.out)
-    with output(args.out, cache=args.cache, part=args.part) as out:
-        counts = find_duplicates(units, out, read=read, near_threshold=args.near,
-                                 workers=args.workers, part=args.part)
-    if not counts:
-        return say_part_is_done(args, args.out)
-    print(f"{args.out}: {counts['documents']:,} documents, {counts['exact']:,} exact and "
-          f"{counts['near']:,} near duplicates")
+    if counts := work(args, find_duplicates, near_threshold=args.near):
+        print(f"{args.out}: {counts['documents']:,} documents, {counts['exact']:,} exact and "
+              f"{counts['near']:,} near duplicates")
 
 
 if __name__ == "__main__":

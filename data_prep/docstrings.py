@@ -15,7 +15,7 @@ from options import add_workers, share
 
 from deberta_ds.base.command_line import local, parser_for, positive
 from deberta_ds.base.errors import UserError, exit_cleanly
-from deberta_ds.base.files import atomic_path
+from deberta_ds.base.files import atomic_path, read_file
 
 MIN_CHARACTERS, MIN_LETTER_SHARE = 200, 0.7
 NOT_PROSE = {"test", "tests", "testing", "idlelib", "encodings", "lib2to3", "ensurepip", "pip"}
@@ -48,7 +48,8 @@ def pinned_files(constraints: str | Path) -> tuple[list[str], list[str]]:
     """Return the .py files of the packages of PROSE, and what a constraints file pins otherwise."""
     from importlib import metadata
 
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", Path(constraints).read_text(), re.MULTILINE))
+    pinned = read_file(constraints).data.decode()
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", pinned, re.MULTILINE))
     files: list[str] = []
     notes = []
     for name in filter(None, PROSE.values()):

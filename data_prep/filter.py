@@ -5,7 +5,7 @@ Writes OUT/filters.json, with more samples than are shown. Nothing is tokenized.
 When the filters do what you want, give the same file to tokenize_corpus.py --filters.
 """
 
-from options import add_input_options, add_job_options, plan, say_part_is_done
+from options import add_input_options, add_job_options, work
 
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly
@@ -23,19 +23,14 @@ def main() -> None:
 
     from deberta_ds.corpus.filter_rules import read_rules
     from deberta_ds.corpus.filters import report_lines, try_filters
-    from deberta_ds.corpus.outputs import fetch, output
+    from deberta_ds.corpus.outputs import fetch
     from deberta_ds.tokenizer import Tokenizer
 
     rules = read_rules(args.filters)
     tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache)) if args.tokenizer else None
-    units, read = plan(args, args.out)
-    with output(args.out, cache=args.cache, part=args.part) as out:
-        report = try_filters(units, out, rules, read=read, workers=args.workers, part=args.part,
-                             tokenizer=tokenizer)
-    if report is None:
-        return say_part_is_done(args, args.out)
-    print("\n".join(report_lines(report)))
-    print(f"{report['summary']}; all samples: {args.out}/filters.json")
+    if report := work(args, try_filters, rules=rules, tokenizer=tokenizer):
+        print("\n".join(report_lines(report)))
+        print(f"{report['summary']}; all samples: {args.out}/filters.json")
 
 
 if __name__ == "__main__":

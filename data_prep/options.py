@@ -3,8 +3,9 @@
 import argparse
 import os
 import re
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deberta_ds.base.command_line import checked, natural, positive
 
@@ -72,6 +73,20 @@ def plan(args: argparse.Namespace, *outs: str | None) -> tuple[list, "ReadOption
     return plan_whole(args.inputs, read, args.unit_bytes, skip_bad_files=args.skip_bad_files,
                       max_bad=getattr(args, "max_bad", 0), workers=args.workers,
                       is_divided=bool(args.documents)), read
+
+
+def work(args: argparse.Namespace, stage: Callable, **options) -> Any:
+    """Return what a stage returns that reads the inputs and writes to --out. After a part, of which
+    it returns nothing, say what follows.
+    """
+    from deberta_ds.corpus.outputs import output
+
+    units, read = plan(args, args.out)
+    with output(args.out, cache=args.cache, part=args.part) as out:
+        found = stage(units, out=out, read=read, workers=args.workers, part=args.part, **options)
+    if args.part:
+        say_part_is_done(args, args.out)
+    return found
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:

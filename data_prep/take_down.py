@@ -5,8 +5,6 @@ The result is a new directory. Only the shards of removed documents are written 
 files are hard links to those of the old corpus.
 """
 
-from pathlib import Path
-
 from options import add_cache, add_workers
 
 from deberta_ds.base.command_line import parser_for
@@ -25,15 +23,14 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
-    from deberta_ds.base.errors import naming
     from deberta_ds.corpus.outputs import fetch, output
     from deberta_ds.corpus.takedown import take_down
+    from deberta_ds.files.tables import text_lines
     from deberta_ds.tokenizer import Tokenizer
 
     names = list(args.document)
     if args.documents_from:
-        with naming(args.documents_from):
-            names += Path(args.documents_from).read_text("utf-8-sig").splitlines()
+        names += [line for _, line in text_lines(args.documents_from)]
     names = [name for name in names if name]
     if not names:
         raise UserError("no documents named; give --document or --documents_from")

@@ -75,6 +75,10 @@ def say_if_empty(args, documents: int, heldout_documents: int) -> None:
     if documents + heldout_documents == 0:
         print(f"{args.out}: no document is left; give other text, filters or lists to leave out",
               file=sys.stderr)
+    elif documents == 0:
+        print(f"{args.out}: no document fell to it, all {heldout_documents:,} to "
+              f"{args.heldout_out} (copies of a text go together); remove both directories and "
+              "give more text, or a smaller --heldout_share", file=sys.stderr)
     elif heldout_documents == 0:
         from deberta_ds.corpus.damage import FEW_DOCUMENTS
 

@@ -178,33 +178,14 @@ def _see(path: Path, mine: Holder) -> None:
 
 
 def _create(path: Path, mine: Holder) -> bool:
-    """Make the lock if there is none: written first, and then named, so it never lacks its text."""
-    text = json.dumps(asdict(mine)) + "\n"
-    temporary = path.with_name(f".{path.name}.{mine.host}.{mine.pid}.tmp")
-    try:
-        temporary.write_text(text)
-        os.link(temporary, path)
-    except FileExistsError:  # over NFS also where it was made, and the answer was lost
-        return temporary.stat().st_nlink == 2
-    except OSError as error:
-        if error.filename2 is None:  # not of the link
-            raise
-        return _create_in_place(path, text)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-    return True
-
-
-def _create_in_place(path: Path, text: str) -> bool:
-    """As `_create`, on a file system without hard links."""
+    """Make the lock if there is none."""
     try:
         file = open(path, "x")
     except FileExistsError:
         return False
     try:
         with file:
-            file.write(text)
+            file.write(json.dumps(asdict(mine)) + "\n")
     except OSError:
         path.unlink(missing_ok=True)
         raise
@@ -218,7 +199,7 @@ def _read(path: Path) -> Holder | None:
     had written a word.
     """
     refuse_pipe(path)
-    deadline = time.monotonic() + 2.0  # without hard links it is created first, and then written
+    deadline = time.monotonic() + 2.0  # it is created first, and then written
     while True:
         try:
             text = path.read_text()

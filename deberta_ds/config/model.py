@@ -1,7 +1,7 @@
 """The shape of one encoder: section [model] of a run file."""
 
 from dataclasses import fields, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
@@ -9,6 +9,8 @@ from pydantic.dataclasses import dataclass
 from deberta_ds.config.options import STRICT, option
 
 # Keys that say how a model is computed, not what.
+Term = Literal["c2p", "p2c"]  # of the attention scores
+TERMS: tuple[Term, ...] = get_args(Term)
 HOW_COMPUTED = ("attention", "keep_position_terms", "cross_entropy")
 # In which models of one shape may differ: these, and how it is begun and regularized.
 RANDOM = "random:"  # before a model of which the shape alone is taken
@@ -43,7 +45,7 @@ class ModelConfig:
                                         le=1 << 16)
     relative_attention: bool = option("true: disentangled attention; false: attention of BERT",
                                       True)
-    position_terms: tuple[Literal["c2p", "p2c"], ...] = option(
+    position_terms: tuple[Term, ...] = option(
         "position terms of the attention scores: content to position, position to content",
         ("c2p", "p2c"))
     share_position_projections: bool = option("project relative position embeddings with the query "

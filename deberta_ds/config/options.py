@@ -172,19 +172,6 @@ def shown_default(option: Option) -> str:
     return json.dumps(value)
 
 
-# Options by the last part of the names that they had before 0.2.0: an error names the new one.
-RENAMED = {
-    "lr": "learning_rate", "min_lr_share": "min_learning_rate_share",
-    "global_batch_rows": "global_batch_size", "batch_rows": "global_batch_size",
-    "micro_batch_rows": "micro_batch_size", "eval_batch_rows": "eval_batch_size",
-    "first_batch_rows": "initial_batch_size", "batch_growth_steps": "batch_warmup_steps",
-    "checkpoint_layers": "activation_checkpointing", "recompute": "activation_checkpointing",
-    "eval_rows": "eval_sequences", "eval": "heldout", "eval_replaced": "heldout_replaced",
-    "best": "best_metric", "first_row": "first_sequence", "draws_by": "sample_by",
-    "across_documents": "attend_across_documents", "words_only": "embeddings_only",
-    "vocabulary_loss": "cross_entropy"}
-
-
 _MOST_PROBLEMS = 100  # that one error lists: 200,000 unknown keys took minutes
 
 
@@ -227,7 +214,7 @@ def problems_of(cls: type, values: dict) -> list[str]:
 def check_names(cls: type, values: dict, place: str) -> None:
     """Raise ConfigError if a key is unknown, with all problems but keys that may still come."""
     problems = problems_of(cls, values)
-    if any("unknown key" in line or "renamed to" in line for line in problems):
+    if any("unknown key" in line for line in problems):
         raise_problems(place, [line for line in problems if ": missing;" not in line])
 
 
@@ -248,9 +235,6 @@ def _problems(error: ValidationError, cls: type) -> list[str]:
 def _problem(item: ErrorDetails, cls: type) -> str:
     where = ".".join(str(part) for part in item["loc"]) or "file"
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        section, dot, last = where.rpartition(".")
-        if last in RENAMED:
-            return f"{where}: renamed to {section}{dot}{RENAMED[last]}"
         return f"{where}: unknown key{nearest(where, [o.key for o in options_of(cls)])}"
     if item["type"].startswith("missing"):
         parts = [(*one.key.rpartition("."), one.required) for one in options_of(cls)]

@@ -119,8 +119,9 @@ class Build:
 
     def _make_tokenizer(self, planned: list[list[Extent]]) -> Tokenizer:
         out, wanted, given = self.out / "tokenizer", self._recipe.tokenizer, self._tokenizer
+        symbols = read_symbols(wanted.add_tokens)
         description = {"tokenizer": given.sha256 if given else asdict(wanted),
-                       "symbols": read_symbols(wanted.add_tokens), "text_rules": TEXT_RULES_VERSION}
+                       "symbols": symbols, "text_rules": TEXT_RULES_VERSION}
         units = None if given else identified(planned, out)
         with job(out, description, finished=_FINISHED, units=units) as is_done:
             for name, file in given.files.items() if given and not is_done else ():
@@ -128,7 +129,7 @@ class Build:
             if not given and not is_done:
                 train_tokenizer(planned, out / SPM if wanted.kind == "unigram" else out, wanted,
                                 read=ReadOptions(), workers=self._workers,
-                                max_bad=self._recipe.max_bad)
+                                max_bad=self._recipe.max_bad, symbols=symbols)
             write_atomic(out / _FINISHED, f"{Tokenizer(out).sha256}\n")
         return Tokenizer(out)
 

@@ -12,8 +12,9 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from deberta_ds.files.tables import TABLE_KINDS, read_table, text_lines
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, WORD, BadTextError, normalise
 
 SHORTEST = 8  # words: shorter strings are everywhere
+MANY = 10  # examples
 REPORT = "report.json"
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial that hashes an n-gram
 _BATCH_WORDS = 1 << 16
@@ -50,8 +52,9 @@ _SAMPLES, _SHOWN = 5, 100  # documents shown of each unit, and in all
 @dataclass(frozen=True)
 class Contamination:
     """`examples` {evaluation file: [examples long enough to be searched, examples found, those that
-    are too short]} (version 0.2.0 wrote two numbers), `documents` [searched, found], `samples` of
-    what was found: place, evaluation file, words.
+    are too short, those found by words alone that more than MANY examples have, such as a licence]}
+    (version 0.2.0 wrote two numbers), `documents` [searched, found], `samples` of what was found:
+    place, evaluation file, words.
     """
 
     examples: dict[str, list[int]]
@@ -77,14 +80,21 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
             with still_at_work(lambda: "reading the evaluation files"):
                 firsts, searched = _save_grams(out, kinds, words)
             check_unchanged(evaluation)
-            total = _Found()
+            met: set[int] = set()
+            own: set[int] = set()  # by words of their own
+
+            def keep(result: dict) -> dict:
+                own.update(result.pop("own", result["examples"]))  # 0.2.0 has none
+                met.update(result.pop("examples"))  # of each unit they may be all
+                return result
+
             jobs = {name: (str(out), name, unit, read) for name, unit in units.items()}
-            done = run_units(out, search_unit, jobs, workers=workers, label="search", part=part,
-                             keep=total.add)
-            if done is None:
+            results = run_units(out, search_unit, jobs, workers=workers, label="search", part=part,
+                                keep=keep)
+            if results is None:
                 return None
-            check_any_read(total.documents[0], total.unreadable, total.problem)
-            report = _report(list(kinds), firsts, searched, total)
+            check_any_read(results)
+            report = _report(list(kinds), firsts, searched, met, own, results)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
             extents = extents_of(units.values())
@@ -192,7 +202,7 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
     """Write the contaminated documents of one unit; return counts, examples met and samples."""
     numbers = number_of(unit)
     directory = Path(out)
-    tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
+    tables = [_Grams(directory, length) for length in map_array(directory / "lengths.npy").tolist()]
     places: list[tuple[int, int]] = []
     samples: list[dict] = []
     counts: dict = {}
@@ -208,8 +218,9 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
                                 "words": matching})
     pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
     save_found(out, name, pairs[:, 0], pairs[:, 1])
-    examples = set().union(*(grams.examples_met() for grams in tables))
-    return counts | {"found": len(places), "examples": sorted(examples), "samples": samples}
+    examples, own = (sorted(set().union(*(grams.examples_met(most) for grams in tables)))
+                     for most in (1 << 62, MANY))
+    return counts | {"found": len(places), "examples": examples, "own": own, "samples": samples}
 
 
 def _batches(source: Iterable[Document]
@@ -257,12 +268,12 @@ class _Grams:
         self._met.update(index[is_there].tolist())
         return likely[is_there].tolist(), self.owners[index[is_there]].tolist()
 
-    def examples_met(self) -> set[int]:
-        """Return the examples of all n-grams that were found."""
+    def examples_met(self, most: int) -> set[int]:
+        """Return the examples of all n-grams that were found and at most `most` examples have."""
         firsts = np.array(sorted(self._met), np.int64)
         lasts = np.searchsorted(self.hashes, self.hashes[firsts], "right").tolist()
         return {example for first, last in zip(firsts.tolist(), lasts, strict=True)
-                for example in self.owners[first:last].tolist()}
+                if last - first <= most for example in self.owners[first:last].tolist()}
 
 
 def hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str]]:
@@ -273,36 +284,18 @@ def hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str
             yield place, example, " ".join(words[place : place + grams.length])
 
 
-@dataclass
-class _Found:
-    """What the units have found: documents [searched, found], how many of them are unreadable and
-    why the first is, examples met, samples.
-    """
-
-    documents: list[int] = field(default_factory=lambda: [0, 0])
-    unreadable: int = 0
-    problem: str = ""
-    examples: set[int] = field(default_factory=set)
-    samples: list[dict] = field(default_factory=list)
-
-    def add(self, result: dict) -> None:
-        self.documents[0] += result["documents"]
-        self.documents[1] += result["found"]
-        self.unreadable += result["unreadable"]
-        self.problem = self.problem or result["problem"]
-        self.examples.update(result["examples"])
-        self.samples += result["samples"][: _SHOWN - len(self.samples)]
-
-
-def _report(names: list[str], firsts: list[int], searched: list[list[int]], total: _Found
-            ) -> Contamination:
-    examples = {name: [count, 0, of - count] for name, (count, of) in zip(
+def _report(names: list[str], firsts: list[int], searched: list[list[int]], met: set[int],
+            own: set[int], results: list[dict]) -> Contamination:
+    examples = {name: [count, 0, of - count, 0] for name, (count, of) in zip(
         names, searched, strict=True)}
-    for example in total.examples:
-        examples[names[bisect_right(firsts, example) - 1]][1] += 1
+    for example in met:
+        counts = examples[names[bisect_right(firsts, example) - 1]]
+        counts[1] += 1
+        counts[3] += example not in own
     samples = []
-    for sample in total.samples:
+    for sample in islice(chain.from_iterable(one["samples"] for one in results), _SHOWN):
         file = bisect_right(firsts, sample["example"]) - 1
         place = f"{names[file]}, example {sample['example'] - firsts[file]}"
         samples.append(sample | {"example": place})
-    return Contamination(examples, total.documents, samples)
+    documents = [sum(one[key] for one in results) for key in ("documents", "found")]
+    return Contamination(examples, documents, samples)

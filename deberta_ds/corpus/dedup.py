@@ -177,9 +177,8 @@ def _search(out: Path, units: dict[str, list[Extent]], read: ReadOptions, thresh
     tables = [(name, [numbers[source] for source in number_of(unit)])
               for unit, result in zip(units.values(), hashed, strict=True)
               for name in result["tables"]]
+    check_any_read(hashed)
     documents = sum(result["documents"] for result in hashed)
-    check_any_read(documents, sum(result["unreadable"] for result in hashed),
-                   next((result["problem"] for result in hashed if result["problem"]), ""))
     exact, digest = -(-documents // BUCKET_DOCUMENTS), digest_of(units)
     jobs = {f"{digest}-exact-{bucket:05d}": (str(out), digest, tables, bucket, exact)
             for bucket in range(exact)}

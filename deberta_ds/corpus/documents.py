@@ -22,6 +22,7 @@ from typing import NamedTuple
 import xxhash
 
 from deberta_ds.base.errors import UserError, looked_in, naming
+from deberta_ds.base.user_code import is_own
 from deberta_ds.files.inputs import (
     COMPRESSED_SUFFIXES,
     is_compressed,
@@ -44,7 +45,8 @@ _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files become documents. `documents`: "file", "line", "blank_line" or "match:PATTERN".
+    """How files become documents. `documents`: "file", "line", "blank_line", "match:PATTERN", or
+    FILE.py:NAME#SHA256 of a function that returns the texts of a file's bytes.
     `extract_html`: the main text of the pages in .warc files.
     """
 
@@ -55,6 +57,12 @@ class ReadOptions:
     max_document_bytes: int = 1 << 26
     id_key: str = ""
     extract_html: bool = False
+
+    @property
+    def own_reader(self) -> str:
+        """FILE.py:NAME of the function that divides a text file; "" where none is named."""
+        value, _, sha256 = self.documents.rpartition("#")
+        return value if len(sha256) == 64 and is_own(value) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +295,8 @@ def split(extent: Extent, size: int, limit: int, options: ReadOptions
         return
     whole = (is_compressed(extent.path) or extent.kind not in ("text", "json")
              or extent.path.startswith("http"))  # not every server gives a part of a file
-    if whole or size <= limit or (extent.kind == "text" and options.documents == "file") or (
+    if whole or size <= limit or (
+            extent.kind == "text" and (options.documents == "file" or options.own_reader)) or (
             is_json_list(extent.path)):
         yield extent, size
         return

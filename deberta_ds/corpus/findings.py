@@ -100,9 +100,11 @@ def read_counted(unit: list[Extent], read: ReadOptions, counts: dict) -> Iterato
         yield document
 
 
-def check_any_read(documents: int, unreadable: int, problem: str) -> None:
-    """UserError if all of the documents are unreadable; `problem`: where the first is, and why."""
+def check_any_read(counts: list[dict]) -> None:
+    """UserError if all of the documents are unreadable, by what `read_counted` says of units."""
+    documents, unreadable = (sum(one[key] for one in counts) for key in ("documents", "unreadable"))
     if documents == unreadable > 0:
+        problem = next(one["problem"] for one in counts if one["problem"])
         raise UserError(f"none of {documents:,} documents can be read; {problem}")
 
 

@@ -4,7 +4,6 @@ first look whether it must be hashed again; `.inputs.json` of a job remembers bo
 """
 
 import itertools
-import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import xxhash
 
 from deberta_ds.base.errors import UserError, naming, still_at_work
 from deberta_ds.base.files import xxh3
+from deberta_ds.base.json_files import read_json
 from deberta_ds.corpus.documents import BAD, Extent
 from deberta_ds.files.remote import remote_state, stamp_of
 
@@ -85,6 +85,5 @@ def read_inputs(out: str | Path) -> dict[str, list[str]]:
     """Return `inputs_of` the units of a job, as it has noted them, or its parts."""
     found: dict[str, list[str]] = {}
     for path in sorted(Path(out).glob(RECORDS)):
-        with naming(path):
-            found |= json.loads(path.read_bytes())
+        found |= read_json(path)
     return found

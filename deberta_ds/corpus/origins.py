@@ -12,6 +12,7 @@ They take no part in the corpus's content_hash: equal shards are equal, whatever
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -24,13 +25,18 @@ from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.files import atomic_path, write_atomic, xxh3
 from deberta_ds.corpus.documents import Document
 from deberta_ds.data.corpus import check_file
-from deberta_ds.data.shards import MANIFEST
+from deberta_ds.data.shards import MANIFEST, read_checked
 
 DIRECTORY = "documents"
 _SCHEMA = pa.schema([("source", pa.string()), ("place", pa.int64()), ("id", pa.string()),
                      ("label", pa.string()), ("characters", pa.int64())])
 _GROUP_DOCUMENTS = 1 << 15
 _AGAIN = "copy it again from its source, or make the corpus again"
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    files: dict[str, tuple[int, str]]  # shard: size and xxh3
 
 
 class Origin(NamedTuple):
@@ -116,14 +122,10 @@ class Origins:
 
     def __init__(self, corpus: str | Path):
         """UserError if the corpus has none, or a damaged list of them."""
-        self._corpus, path = Path(corpus), Path(corpus) / DIRECTORY / MANIFEST
-        try:
-            self.files = {str(name): (int(size), str(digest)) for name, (size, digest)
-                          in json.loads(path.read_bytes())["files"].items()}
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; {_AGAIN}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from error
+        self._corpus = Path(corpus)
+        manifest: _Manifest = read_checked(
+            self._corpus / DIRECTORY, _Manifest, 1, "no list of documents", _AGAIN)[0]
+        self.files = manifest.files
         self.table = cache(self._read)
 
     def _read(self, name: str) -> pa.Table:
@@ -132,7 +134,8 @@ class Origins:
             raise UserError(f"{self._corpus}: no origins of the documents of shard {name}")
         path = origins_path(self._corpus, name)
         check_file(path, *self.files[name], _AGAIN)
-        with open(path, "rb") as file:  # by no thread, which might outlive the interpreter
+        with naming(path), open(path, "rb") as file:
+            # By no thread, which might outlive the interpreter.
             return pq.ParquetFile(file).read(use_threads=False)
 
     def verify(self, mode: str) -> int:

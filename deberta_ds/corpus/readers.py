@@ -11,6 +11,7 @@ from pathlib import Path
 
 import orjson
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.corpus.documents import BAD, Document, Extent, ReadOptions
 from deberta_ds.corpus.identity import check_unchanged
@@ -65,6 +66,16 @@ def _read_lines(extent: Extent, options: ReadOptions) -> Iterator[Document]:
         elif options.documents == "file":
             data = file.read(options.max_document_bytes + 1)
             yield _text_document(extent.path, 0, [data], len(data), label, options)
+        elif reader := options.own_reader:
+            read = user_code.load("documents", reader, ("data",))
+            texts = user_code.call(lambda data: list(read(data)), reader, file.read())
+            for number, text in enumerate(texts):
+                if not isinstance(text, str):
+                    raise UserError(f"documents: {reader} returned {type(text).__name__} for "
+                                    f"{extent.path}; it must return the texts of a file")
+                data = text.encode(errors="surrogatepass")
+                yield _text_document(extent.path, number, [data], len(data), label, options
+                                     )._replace(kind="own")
         else:
             with open_bytes(extent.path) as again:
                 start = again.read(_BLOCK_BYTES)
@@ -162,7 +173,8 @@ def _break_rule(documents: str):
         except re.error as error:
             raise UserError(f"--documents {documents}: bad pattern ({error})") from error
         return lambda line: pattern.match(line.decode("utf-8", "replace").replace("\r\n", "\n"))
-    raise UserError(f"--documents {documents}: must be file, line, blank_line or match:PATTERN")
+    raise UserError(f"--documents {documents}: must be file, line, blank_line, match:PATTERN or "
+                    "FILE.py:NAME")
 
 
 def _text_document(

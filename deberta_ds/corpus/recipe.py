@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.base import command_line
+from deberta_ds.base import command_line, user_code
 from deberta_ds.config.options import STRICT, option, validate
 from deberta_ds.config.toml_files import flatten, read_with_overrides
 from deberta_ds.corpus.documents import ReadOptions
@@ -28,8 +28,9 @@ class CorpusRecipe:
                        pattern=r"^\w[\w.-]{0,59}$")
     inputs: tuple[str, ...] = option("files, directories, patterns, remote URLs or "
                                      "hub:NAME[@CONFIG][#SPLIT]", min_length=1)
-    documents: str = option("what a document is in a text file: file, line, blank_line or "
-                            "match:PATTERN; empty: file, if none is large", "")
+    documents: str = option("what a document is in a text file: file, line, blank_line, "
+                            "match:PATTERN, or FILE.py:NAME, a function that returns the texts of "
+                            "a file's bytes; empty: file, if none is large", "")
     text_key: str = option("key or column of the text; meta.text is the key text under meta",
                            "text", min_length=1)
     id_key: str = option("key or column of the document's id, kept with the shards", "")
@@ -58,7 +59,12 @@ class CorpusRecipe:
 def read_options_of(values: Any) -> ReadOptions:
     """Return the ReadOptions of a corpus of a recipe, or of the options of a command."""
     found = {name: getattr(values, name) for name in READING}
-    return ReadOptions(**found | {"documents": found["documents"] or "file"})
+    documents = found["documents"] or "file"
+    if user_code.is_own(documents) and not documents.startswith("match:"):
+        user_code.load("documents", documents, ("data",))
+        # An edited one gives another corpus.
+        documents += f"#{user_code.digest('documents', documents)}"
+    return ReadOptions(**found | {"documents": documents})
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

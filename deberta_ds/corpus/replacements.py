@@ -51,7 +51,7 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
     corpus = Corpus(recipe.corpus, seq_len=recipe.seq_len)
     corpus.check_tokenizer(generator.tokenizer.sha256)
     generator.check_length(recipe.seq_len, recipe.generator)
-    made_by = {"generator": _content_hash(generator), "seed": recipe.seed,
+    made_by = {"generator": _content_hash(recipe.generator), "seed": recipe.seed,
                "mask": {name: value for name, value in asdict(recipe.mask).items()
                         if name != "final_rate"}}  # stored draws have one rate
     out = Path(out)
@@ -60,12 +60,14 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
                    "attend_across_documents": recipe.attend_across_documents}
     with job(out, description, finished=MANIFEST) as is_done:
         if not is_done:
-            units = {f"draw-{draw}-{name}": (recipe, str(out), draw, name)
+            read = {recipe.corpus: corpus.rows_content_hash,
+                    recipe.generator: made_by["generator"]}
+            units = {f"draw-{draw}-{name}": (recipe, str(out), draw, name, read)
                      for draw in range(len(recipe.temperatures)) for name in corpus.shard_rows}
             results = run_units(out, replace_shard, units, workers=workers, label="replace")
             assert results is not None  # of all units, not of a part
             shards: list[dict] = [{} for _ in recipe.temperatures]
-            for (_, _, draw, name), result in zip(units.values(), results, strict=True):
+            for (_, _, draw, name, _), result in zip(units.values(), results, strict=True):
                 shards[draw][name] = result["files"]
             write_replaced_manifest(out, ReplacedManifest(
                 corpus.rows_content_hash, recipe.seq_len, recipe.attend_across_documents,
@@ -73,8 +75,10 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
 
 
 @torch.no_grad()
-def replace_shard(recipe: Recipe, out: str, draw: int, name: str) -> dict:
-    """Replace the targets of one shard's rows in one draw and write its files."""
+def replace_shard(recipe: Recipe, out: str, draw: int, name: str, read: dict[str, str]) -> dict:
+    """Replace the targets of one shard's rows in one draw and write its files. `read`: hashes of
+    what the command began with; UserError if it is something else by now.
+    """
     torch.set_num_threads(1)
     generator = _generator(recipe.generator)
     assert generator.masked_lm is not None and generator.tokenizer is not None
@@ -82,7 +86,12 @@ def replace_shard(recipe: Recipe, out: str, draw: int, name: str) -> dict:
     dataset = RowDataset(
         [SourceConfig(path=recipe.corpus)], generator.tokenizer, seq_len=recipe.seq_len, seed=seed,
         mask=recipe.mask, attend_across_documents=recipe.attend_across_documents)
-    rows = Corpus(recipe.corpus, seq_len=recipe.seq_len).shard_rows[name]
+    corpus = Corpus(recipe.corpus, seq_len=recipe.seq_len)
+    for path, now in (*dataset.content_hashes.items(), (recipe.corpus, corpus.rows_content_hash),
+                      (recipe.generator, _content_hash(recipe.generator))):
+        if now != read[path]:
+            raise UserError(f"{path}: changed while this command read it; run it again")
+    rows = corpus.shard_rows[name]
     is_replaced, samples = [], []
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         batch = collate(list(map(dataset.natural_row, rows[start:start + _ROWS_AT_ONCE])))
@@ -106,11 +115,11 @@ def _generator(path: str) -> LoadedModel:
     return model
 
 
-def _content_hash(model: LoadedModel) -> str:
+@cache
+def _content_hash(path: str) -> str:
     """Return a checksum of the generator's weights, so that another one is not mixed in."""
-    assert model.masked_lm is not None
     digest = xxhash.xxh3_128()
-    for module in model.masked_lm:
+    for module in _generator(path).masked_lm or ():
         for name, tensor in sorted(module.state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.contiguous().numpy())

@@ -20,7 +20,6 @@ import sentencepiece
 import tokenizers
 import xxhash
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from tqdm import tqdm
 
 from deberta_ds.base.errors import UserError, naming, still_at_work
 from deberta_ds.base.files import write_atomic
@@ -92,8 +91,7 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
     totals: dict[str, list[int]] = {}
     with ProcessPoolExecutor(workers, FORK) as pool, still_at_work(lambda: "counting languages"):
         counted = pool.map(partial(_count, read=read, max_bad=max_bad), units)
-        for counts in tqdm(counted, desc="counting languages", total=len(units), unit="unit",
-                           disable=None):
+        for counts in counted:
             for label, (characters, size) in counts.items():
                 row = totals.setdefault(label, [0, 0])
                 row[:] = [row[0] + characters, row[1] + size]
@@ -169,13 +167,15 @@ def read_symbols(path: str | Path) -> list[str]:
 
 
 def train_tokenizer(units: list[list[Extent]], out: str | Path, wanted: TokenizerRecipe, *,
-                    read: ReadOptions, workers: int = 1, max_bad: int = 0) -> Tokenizer:
+                    read: ReadOptions, workers: int = 1, max_bad: int = 0,
+                    symbols: list[str] | None = None) -> Tokenizer:
     """Write the tokenizer that `wanted` asks for to `out`, a file (unigram) or directory.
 
     Memory is bounded by its sample_bytes, taken evenly from the start of every unit or, with a
-    temperature, by language. UserError if the sample is too small for its vocab_size.
+    temperature, by language. `symbols`: those of its add_tokens, if they have been read. UserError
+    if the sample is too small for its vocab_size.
     """
-    symbols = read_symbols(wanted.add_tokens)
+    symbols = read_symbols(wanted.add_tokens) if symbols is None else symbols
     _check_out(out, wanted, units)
     languages = languages_of(units, read, wanted.sample_bytes, wanted.temperature, workers,
                              max_bad) if wanted.temperature else None
@@ -292,14 +292,11 @@ def _noting(failed: list[Exception | KeyboardInterrupt], sentences: Iterator[str
 def _shown(sample: Iterable[str], sample_bytes: int) -> Iterator[str]:
     """Yield the sentences of a sample, and show how far that is."""
     read = 0
-    with tqdm(total=sample_bytes, desc="reading the sample", unit="B", unit_scale=True,
-              disable=None) as bar, still_at_work(
+    with still_at_work(
             lambda: f"reading the sample: {read / 1e6:,.0f} of {sample_bytes / 1e6:,.0f} MB"):
         for sentence in sample:
             read += len(sentence.encode())
-            bar.update(read - bar.n)
             yield sentence
-        bar.total = bar.n  # there may be less text than was asked for
 
 
 # Train byte-level BPE, BPE with a space mark, or WordPiece with Hugging Face `tokenizers`.

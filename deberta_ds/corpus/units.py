@@ -10,7 +10,6 @@ an array: part i of n does its units and no more, on any host; the same command 
 finishes.
 """
 
-import errno
 import fcntl
 import json
 import multiprocessing
@@ -28,11 +27,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from deberta_ds.base.errors import UserError, listed, still_at_work, tell
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.errors import UserError, listed, naming, still_at_work, tell
+from deberta_ds.base.files import read_file, write_atomic
+from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import process
 from deberta_ds.corpus.identity import RECORDS, Part, Units, digest_of, inputs_of, read_inputs
 
@@ -75,8 +72,7 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
         if part or _plan_of(directory) == json.loads(text):
             yield True
             return
-    with no_space_as_user_error(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_locked(directory, LOCK, shared=part is not None))
         if part:
@@ -88,13 +84,12 @@ def job(directory: str | Path, description: dict, *, finished: str, part: Part =
             _renew(directory, home, units, finished)
         is_done = (directory / finished).exists()
         if not is_done:
-            with no_space_as_user_error(directory):
-                if not part or not _is_same_job(directory, text):
-                    write_plan(directory, description)
-                (directory / MARKERS).mkdir(exist_ok=True)
-                if units and directory == home:
-                    name = f".inputs-{part[0]}-of-{part[1]}.json" if part else ".inputs.json"
-                    write_atomic(home / name, json.dumps(inputs_of(units, part), indent=0))
+            if not part or not _is_same_job(directory, text):
+                write_plan(directory, description)
+            (directory / MARKERS).mkdir(exist_ok=True)
+            if units and directory == home:
+                name = f".inputs-{part[0]}-of-{part[1]}.json" if part else ".inputs.json"
+                write_atomic(home / name, json.dumps(inputs_of(units, part), indent=0))
         yield is_done
         if not part and not units:
             shutil.rmtree(directory / MARKERS, ignore_errors=True)
@@ -154,9 +149,8 @@ def plan_text(description: dict) -> str:
 
 def _plan_of(directory: Path) -> dict:
     """Return the plan in a directory; {} if there is none that can be read."""
-    with suppress(ValueError, OSError):
-        plan = parse_json((directory / PLAN).read_bytes())
-        return plan if isinstance(plan, dict) else {}
+    with suppress(UserError):
+        return read_json(directory / PLAN)
     return {}
 
 
@@ -185,7 +179,7 @@ def check_description(directory: Path, text: str, home: Path) -> None:
 def _locked(directory: Path, name: str, *, shared: bool) -> Iterator[None]:
     """Context that holds a lock, which the system gives up when this process dies."""
     path = directory / name
-    with no_space_as_user_error(directory):
+    with naming(path):
         descriptor = _take_lock(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     try:
         yield
@@ -228,28 +222,24 @@ def run_units(directory: str | Path, function: Callable[..., dict], units: dict[
     `function` must be importable, write its files atomically, and return a JSON-able dict. `keep`
     takes from it what adds up: only what it returns stays in memory of all units at once.
     """
-    directory = Path(directory)
-    markers = directory / MARKERS
+    markers = Path(directory) / MARKERS
     finished = {path.stem for path in markers.glob("*.json")}
     first, step = (part[0] - 1, part[1]) if part else (0, 1)
     mine = list(units.items())[first::step]
     missing = deque((markers, name, function, args) for name, args in mine
                     if name not in finished)
-    bar = tqdm(total=len(mine), initial=len(mine) - len(missing), desc=label, unit="unit",
-               disable=None, dynamic_ncols=True, smoothing=0)
-    with bar, no_space_as_user_error(directory), still_at_work(
+    with still_at_work(
             lambda: f"{label}: {len(mine) - len(missing):,} of {len(mine):,} units begun"):
         if under_mpi():
-            _run_mpi(missing, bar)
+            _run_mpi(missing)
         elif workers > 1 and len(missing) > 1:
-            _run_processes(missing, min(workers, len(missing)), bar)
+            _run_processes(missing, min(workers, len(missing)))
         else:
             while missing:
                 run_one(*missing.popleft())
-                bar.update()
     if part:
         return None
-    return [keep(json.loads((markers / f"{name}.json").read_bytes())) for name in units]
+    return [keep(json.loads(read_file(markers / f"{name}.json").data)) for name in units]
 
 
 def run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
@@ -257,17 +247,17 @@ def run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple
     write_atomic(markers / f"{name}.json", json.dumps(result, sort_keys=True) + "\n")
 
 
-def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
+def _run_processes(missing: deque, workers: int) -> None:
     with ProcessPoolExecutor(workers, mp_context=FORK, initializer=_die_with_parent,
                              initargs=(os.getpid(),)) as pool:
         try:
-            drive(pool, missing, 2 * workers, bar)
+            drive(pool, missing, 2 * workers)
         except BrokenProcessPool as error:
             raise UserError("a worker process died (killed, or out of memory); run the same "
                             "command again, finished units are kept") from error
 
 
-def _run_mpi(missing: deque, bar: tqdm) -> None:
+def _run_mpi(missing: deque) -> None:
     if "mpi4py.futures" not in sys.modules:  # else every rank would do the whole job
         raise UserError("under mpirun, start it as: mpirun -n N python -m mpi4py.futures "
                         f"{sys.argv[0]} ... (rank 0 hands out the work)")
@@ -276,10 +266,10 @@ def _run_mpi(missing: deque, bar: tqdm) -> None:
 
     others = MPI.COMM_WORLD.Get_size() - 1
     with MPIPoolExecutor() as pool:
-        drive(pool, missing, 4 * others, bar, work_here=True)
+        drive(pool, missing, 4 * others, work_here=True)
 
 
-def drive(pool, missing: deque, depth: int, bar: tqdm, *, work_here: bool = False) -> None:
+def drive(pool, missing: deque, depth: int, *, work_here: bool = False) -> None:
     """Keep `depth` units in flight until all are done; with `work_here`, do some in this process.
 
     While a unit runs here nothing new is submitted, hence a depth that lasts meanwhile; and what is
@@ -296,12 +286,10 @@ def drive(pool, missing: deque, depth: int, bar: tqdm, *, work_here: bool = Fals
                 unit = missing.popleft() if missing else _take_back(running)
             if unit:
                 run_one(*unit)
-                bar.update()
             done, _ = wait(running, 0 if unit else None, return_when=FIRST_COMPLETED)
             for future in done:
                 del running[future]
                 future.result()
-                bar.update()
     except BaseException:
         for future in running:
             future.cancel()
@@ -326,15 +314,3 @@ def _die_with_parent(parent: int) -> None:
     process.end_with_parent()
     if os.getppid() != parent:  # it died before
         os._exit(1)
-
-
-@contextmanager
-def no_space_as_user_error(directory: Path) -> Iterator[None]:
-    """Context: a full disk or quota inside becomes one UserError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"{directory}: no space left on the device; free some and run the same "
-                            "command again, finished units are kept") from error
-        raise

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, naming, refuse_pipe
 from deberta_ds.base.files import xxh3
 from deberta_ds.data.reading import SmallFiles, read_bytes
 from deberta_ds.data.remote import RemoteCorpus
@@ -275,6 +275,7 @@ def _part_of(shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, fl
 
 def check_file(path: str | Path, size: int, digest: str | None, remedy: str) -> None:
     """UserError unless `path` has this size and, if given, this xxh3-128 digest."""
+    refuse_pipe(path)
     try:
         actual = os.stat(path).st_size
     except OSError as error:
@@ -296,8 +297,5 @@ def open_shard(corpus: str | Path, shard: ShardInfo) -> tuple[np.ndarray, np.nda
 
 def map_array(path: str | Path) -> np.ndarray:
     """Return a read-only memory map of a .npy file as a plain array (cheap to slice)."""
-    try:
+    with naming(path):
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(
-            f"{path}: cannot be mapped ({error}); run data_prep/verify.py --verify full") from error

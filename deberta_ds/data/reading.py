@@ -8,6 +8,7 @@ process; it leaves some of the limit of descriptors, which it raises first as fa
 import errno
 import os
 import resource
+import stat
 import threading
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -22,7 +23,11 @@ class OpenFile:
     """A descriptor that is closed when nobody uses it any more, whatever the cache has dropped."""
 
     def __init__(self, path: str):
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # O_NONBLOCK: to open a pipe would wait for who writes to it; files know nothing of it.
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+            raise UserError(f"{path}: is no file but a pipe, a device or a directory; run "
+                            "data_prep/verify.py and copy the damaged file again")
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self, close=os.close):

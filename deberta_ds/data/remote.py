@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 from pydantic import NonNegativeInt
 
-from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import MANIFEST, cache_directory, write_atomic
+from deberta_ds.base.errors import UserError, naming, refuse_pipe
+from deberta_ds.base.files import MANIFEST, cache_directory, read_file, write_atomic
 from deberta_ds.base.json_files import parse_json, typed
 from deberta_ds.files.remote import BLOCKS, Cache, file_system, put, remote_bytes, tried
 
@@ -72,8 +72,9 @@ class RemoteCorpus:
     def fetch(self, name: str) -> bytes:
         """Return a small file and write it to its place in the directory."""
         data = self._get(name, None, None, _is_json)
-        if not (self.directory / name).exists() or (self.directory / name).read_bytes() != data:
-            write_atomic(self.directory / name, data)
+        path = self.directory / name
+        if not path.exists() or read_file(path).data != data:
+            write_atomic(path, data)
         return data
 
     def read(self, path: str, offset: int, count: int) -> bytes:
@@ -96,6 +97,7 @@ class RemoteCorpus:
             return len(data) == end - begin and xxhash.xxh3_64_intdigest(data) == expected
 
         os.makedirs(os.path.dirname(path), exist_ok=True)
+        refuse_pipe(path)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             if os.fstat(file).st_size < size:
@@ -179,7 +181,7 @@ def upload(corpus: str | Path, url: str) -> tuple[int, int]:
 def _uploaded_before(corpus: Path, system, root: str) -> dict[str, tuple[int, str]]:
     """Return the files of the same corpus that are there: this copy may lack some row plans."""
     blocks = remote_bytes(system, f"{root}/{BLOCKS}/{MANIFEST}")
-    same = remote_bytes(system, f"{root}/{MANIFEST}") == (corpus / MANIFEST).read_bytes()
+    same = remote_bytes(system, f"{root}/{MANIFEST}") == read_file(corpus / MANIFEST).data
     try:
         return typed(_Blocks, parse_json(blocks)).files if same and blocks else {}
     except ValueError:  # half of one, or damaged: written again
@@ -195,7 +197,7 @@ def _is_json(data: bytes) -> bool:
 
 def _block_sums(path: Path) -> bytes:
     sums = []
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         while data := file.read(BLOCK_BYTES):
             sums.append(xxhash.xxh3_64_intdigest(data))
     return np.array(sums, "<u8").tobytes()

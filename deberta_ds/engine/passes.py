@@ -6,8 +6,6 @@ replay; so gradients are added to static tensors, which `coalesce_grad_reduction
 hooks had left them (bit for bit the same update; tests/engine/test_passes.py). The sum is in fp32
 and rounded to the dtype of the weights once an update, without a graph too: in bf16 each addition
 would lose bits (1.2 % of the sum over 128 micro-batches).
-
-Not under ZeRO-3, whose weights are gathered by hooks; it accumulates in fp32 itself.
 """
 
 import dataclasses
@@ -73,7 +71,7 @@ def are_summed(ds: dict, accumulates: bool) -> bool:
     return accumulates and in_bf16 and not sums_obstacle(ds)
 
 
-def build_passes(engine, run: RunConfig, ds: dict) -> "Passes | HookedPasses":
+def build_passes(engine, run: RunConfig, ds: dict) -> "HookedPasses":
     """Return what makes the passes of a run's micro-batches."""
     reason = obstacle(run, ds, engine.device.type)
     if reason and engine.device.type == "cuda" and run.train.cuda_graph != "off":
@@ -119,13 +117,6 @@ def first_bad_gradient(engine, batch, seed: int, forward: Forward) -> str:
     return bad[0] if bad else ""
 
 
-def _set_micro_batches(engine, count: int) -> None:
-    # Of a batch that grows. A smaller micro-batch is a whole one to DeepSpeed, which only adds up
-    # its samples wrongly.
-    engine.set_train_batch_size(
-        dist.world_size() * count * engine.train_micro_batch_size_per_gpu())
-
-
 class HookedPasses:
     """The passes of an update's micro-batches by DeepSpeed: `begin`, `run` each, `hand_over`."""
 
@@ -133,7 +124,11 @@ class HookedPasses:
         self._engine, self._left = engine, 0
 
     def begin(self, normalizers: Sums, micro_batches: int) -> None:
-        _set_micro_batches(self._engine, micro_batches)
+        """Start an update; `normalizers` as in `objectives.base`."""
+        # Of a batch that grows. A smaller micro-batch is a whole one to DeepSpeed, which only adds
+        # up its samples wrongly.
+        self._engine.set_train_batch_size(
+            dist.world_size() * micro_batches * self._engine.train_micro_batch_size_per_gpu())
         self._left = micro_batches
 
     def run(self, batch: Any, seed: int, forward: Forward, computing: Callable = nullcontext
@@ -158,35 +153,34 @@ class HookedPasses:
         del self._loss
 
 
-class Passes:
+class Passes(HookedPasses):
     """As `HookedPasses`, without DeepSpeed's hooks."""
 
     def __init__(self, engine, mode: str):
         """mode: train.cuda_graph."""
-        self._engine, self._mode, device = engine, mode, engine.device
+        super().__init__(engine)
+        self._mode, device = mode, engine.device
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._flat = torch.zeros(sum(p.numel() for p in self._parameters), device=device)
         self._sums = self._views(self._flat)
         self._normalizers = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
         self._count = torch.ones((), device=device)
         self._seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self._micro_batches = 0
         self._weights: list[int] = []
         self._graphs: dict[tuple, Callable[[Batch], tuple[Tensor, Sums]]] = {}
 
     def begin(self, normalizers: Sums, micro_batches: int) -> None:
-        """Start an update; `normalizers` as in `objectives.base`."""
+        super().begin(normalizers, micro_batches)
         self._flat.zero_()
         for name, value in normalizers.items():
             self._normalizers[name].copy_(value)
         self._count.fill_(micro_batches)
-        self._micro_batches = micro_batches
         weights = [p.data_ptr() for p in self._parameters] if self._mode != "off" else []
         if weights != self._weights:  # a graph has their addresses
             self._graphs.clear()
         self._weights = weights
 
-    def run(self, batch: Batch, seed: int, _forward: Forward | None = None,
+    def run(self, batch: Batch, seed: int, forward: Forward | None = None,
             computing: Callable = nullcontext) -> tuple[Tensor, Sums]:
         """Pass a micro-batch forward and backward; return its detached loss and sums.
 
@@ -206,10 +200,9 @@ class Passes:
         Gradients are reduced over ranks here; the update may follow.
         """
         engine, stage = self._engine, self._engine.zero_optimization_stage()
-        _set_micro_batches(engine, self._micro_batches)
         factor = torch.where(good, 1.0, torch.nan).float()
         torch._foreach_mul_([gradient.view(-1)[:1] for gradient in self._sums], factor)
-        engine.micro_steps += self._micro_batches - 1  # `step` counts one
+        engine.micro_steps += self._left - 1  # `step` counts one
         engine.set_gradient_accumulation_boundary(True)
         with engine.coalesce_grad_reduction() if stage else nullcontext():
             # New tensors every time: DeepSpeed replaces the memory of those that it finds.

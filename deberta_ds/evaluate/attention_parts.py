@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.model.attention.reference import score_scale
+from deberta_ds.config.model import TERMS
+from deberta_ds.model.attention.reference import score_parts, score_scale
 from deberta_ds.model.encoder import Attention
 from deberta_ds.release.reader import LoadedModel
 
@@ -91,21 +92,13 @@ def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: lis
 def _heads_of(attention: Attention, layer: int, heads: list[int], queries_BHLD: Tensor,
               keys_values: tuple, context_BLC: Tensor) -> list[HeadParts]:
     config = attention.config
-    keys_BHLD, values_BHLD, position_key_HSD, position_query_HSD = keys_values
+    keys_BHLD, values_BHLD, *tables = keys_values
     q_HLD, k_HLD, v_HLD = queries_BHLD[0], keys_BHLD[0], values_BHLD[0]
     length = q_HLD.size(1)
     columns = torch.arange(length)
-    parts_HLL = {"content": q_HLD @ k_HLD.transpose(-1, -2)}
-    if config.relative_attention:
-        slots_LL = attention.geometry.slots(columns[:, None] - columns)
-        index_HLL = slots_LL.expand(config.num_heads, -1, -1)
-        if position_key_HSD is not None:
-            plane_HLS = q_HLD @ position_key_HSD.transpose(-1, -2)
-            parts_HLL["c2p"] = plane_HLS.gather(-1, index_HLL)
-        if position_query_HSD is not None:
-            plane_HSL = position_query_HSD @ k_HLD.transpose(-1, -2)
-            parts_HLL["p2c"] = plane_HSL.gather(-2, index_HLL)
-    scale = score_scale(config.head_size, position_key_HSD, position_query_HSD)
+    slots_LL = attention.geometry.slots(columns[:, None] - columns)
+    parts_HLL = score_parts(q_HLD, k_HLD, slots_LL.expand(config.num_heads, -1, -1), *tables)
+    scale = score_scale(config.head_size, *tables)
     parts_HLL = {name: part * scale for name, part in parts_HLL.items()}
     scores_HLL = sum(parts_HLL.values())
     probabilities_HLL = scores_HLL.softmax(-1)
@@ -142,7 +135,7 @@ def position_similarity(model: LoadedModel, layers: list[int]) -> dict[str, list
     nothing_BLC = torch.zeros(1, 1, config.hidden_size)
     for layer in layers:
         keys_values = encoder.layers[layer].attention.project_keys_values(nothing_BLC, relative_SC)
-        for name, table_HSD in zip(("c2p", "p2c"), keys_values[2:], strict=True):
+        for name, table_HSD in zip(TERMS, keys_values[2:], strict=True):
             if table_HSD is not None:
                 found.setdefault(name, []).append(similarity(f"layer {layer}", table_HSD))
     return found

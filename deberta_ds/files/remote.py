@@ -17,7 +17,7 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
 from deberta_ds.base.errors import UserError, first_line, refuse_pipe
-from deberta_ds.base.files import MANIFEST, atomic_path, cache_directory, write_atomic
+from deberta_ds.base.files import MANIFEST, atomic_path, cache_directory, read_file, write_atomic
 from deberta_ds.base.json_files import read_json
 
 BLOCKS = "blocks"  # of a corpus: how it is read in parts, see data/remote.py
@@ -226,7 +226,7 @@ def remote_bytes(system, path: str) -> bytes | None:
 def put(system, path: str, data: bytes | Path) -> None:
     """Write bytes or a local file to a path of a file system, in several tries."""
     if isinstance(data, Path) and data.stat().st_size < 1 << 26:
-        data = data.read_bytes()
+        data = read_file(data).data
     wait = FIRST_WAIT_SECONDS
     for number in range(TRIES):
         try:

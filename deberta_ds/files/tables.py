@@ -29,6 +29,8 @@ TABLE_KINDS = {".csv": "table", ".tsv": "table", ".jsonl": "json", ".ndjson": "j
 _DELIMITERS = ",;\t|"
 _LONGEST_CELL = 1 << 26  # characters, also of a line; the csv module's own limit is 128 Ki
 _LONGEST_DOCUMENT = 1 << 30  # bytes of a line of a .json, which may be all of it
+_JSON_REMEDIES = {"NaN": "write null", "is written twice": "name each key once",
+                  "Extra data": "write one object a line, without a comma behind it"}
 _BATCH_ROWS = 1024
 _BAD_UTF8 = "invalid UTF-8"
 _UTF16 = ((r"\xff\xfe", "utf-16"), (r"\xfe\xff", "utf-16"), (r"\0.", "utf-16-be"),
@@ -209,8 +211,9 @@ def _parsed(line: bytes) -> tuple[Any, str]:
     except UnicodeDecodeError as error:
         return None, f"{_BAD_UTF8} ({error.reason})"
     except ValueError as error:
-        cut = "; a line cut short means a download that stopped"
-        return None, f"not a JSON object ({error}){'; write null' if 'NaN' in str(error) else cut}"
+        remedy = next((remedy for sign, remedy in _JSON_REMEDIES.items() if sign in str(error)),
+                      "a line cut short means a download that stopped")
+        return None, f"not a JSON object ({error}); {remedy}"
 
 
 def is_pair(value: Any) -> bool:

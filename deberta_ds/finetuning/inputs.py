@@ -13,7 +13,7 @@ import pickle
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from mmap import ACCESS_READ, mmap
@@ -32,7 +32,13 @@ from deberta_ds.cluster.process import machine
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
 from deberta_ds.finetuning.directory import Finetuned, find_finetuned, is_finetuned, load_finetuned
-from deberta_ds.finetuning.features import Feature, TooLongError, encode
+from deberta_ds.finetuning.features import (
+    Feature,
+    TooLongError,
+    count_special,
+    count_unknown,
+    encode,
+)
 from deberta_ds.finetuning.models import Start, start_from
 from deberta_ds.finetuning.predict import score_split
 from deberta_ds.tasks import readers
@@ -41,7 +47,7 @@ from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.settings import Settings, resolve
 from deberta_ds.tasks.tables import Faults
 from deberta_ds.tasks.task import TASK_NAMES, TEST, Task, diagnostics_of
-from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.training.inputs import Input
 
 _BLOCK_ROWS = 4096
@@ -54,11 +60,12 @@ _CARVE_SEED = 0
 class Encoded(Sequence[Feature]):
     """The features in files of (path, how many), each made anew when it is asked for.
 
-    lost: positions of the examples that have none. `Feature.position` is the place in here.
+    lost: positions of the examples that have none; longest: tokens of the longest row.
+    `Feature.position` is the place in here.
     """
 
-    def __init__(self, files: Iterable[tuple[str, int]], lost: Sequence[int] = ()):
-        self.lost = lost
+    def __init__(self, files: Iterable[tuple[str, int]], lost: Sequence[int], longest: int):
+        self.lost, self.longest = lost, longest
         self._parts, self._first = [], [0]
         for path, count in files:
             with open(path, "rb") as file:
@@ -119,7 +126,7 @@ class Job:
         """
         encoded = self.tables.encoded
         if id(split) not in encoded:
-            encoded[id(split)] = encode_split(split, self.start.tokenizer, self.settings, self.say)
+            encoded[id(split)] = encode_split(split, self.start, self.settings, self.say)
         return encoded[id(split)]
 
     def scores(self, model: Callable, split: Split) -> list[np.ndarray]:
@@ -210,8 +217,8 @@ def _check(sweep: Sweep, tables: Tables) -> None:
     readers.check_targets(tables.train)
     readers.check_targets(tables.val)
     for split in (tables.val, *tables.tests.values()):
-        lost = [e.place for e in split.examples if e.group is None and is_labelled(e)]
-        if lost and (column := split.task.columns.get("group")):
+        if (column := split.task.columns.get("group")) and (lost := [
+                e.place for e in split.examples if e.group is None and is_labelled(e)]):
             raise UserError(f"{lost[0]}: no column {column!r} (group in the task file); scores "
                             "are to be shown by its values")
         shared, place = readers.count_shared(tables.train, split)
@@ -278,7 +285,7 @@ def _that_fit(sweep: Sweep, task: Task, split: Split, faults: Faults,
               encoded: dict[int, Encoded]) -> Split:
     """Return a split that `task` predicts, without what cannot be encoded, such as long texts."""
     settings = resolve(task, sweep.settings)
-    features = encode_split(split, sweep.start.tokenizer, settings, sweep.say, faults)
+    features = encode_split(split, sweep.start, settings, sweep.say, faults)
     if lost := {*features.lost}:
         split = replace(split, examples=tuple(
             example for n, example in enumerate(split.examples) if n not in lost))
@@ -286,9 +293,10 @@ def _that_fit(sweep: Sweep, task: Task, split: Split, faults: Faults,
     return split
 
 
-def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
+def encode_split(split: Split, start: Start, settings: Settings,
                  say: Callable[[str], None], faults: Faults | None = None) -> Encoded:
-    """Return a split's features as `encode` does, and say every 10 seconds how far it is.
+    """Return a split's features as `encode` does; say every 10 seconds how far it is, and at the
+    end what of the texts is cut, read in windows, or not as the model knows it.
 
     Call it on every rank; all raise the same error.
     """
@@ -296,16 +304,17 @@ def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
     ours = [rank for rank, name in enumerate(dist.gather_objects(machine())) if name == machine()]
     part = range(*(total * (ours.index(dist.rank()) + n) // len(ours) for n in (0, 1)))
 
-    def encode_part() -> tuple[int, list, list]:
+    def encode_part() -> tuple[int, list, list, np.ndarray, int]:
         with naming(where):
-            return _encode_part(file, split, part, tokenizer, settings, say,
+            return _encode_part(file, split, part, start.tokenizer, settings, say,
                                 None if faults is None else bad)
 
     with naming(where), os.fdopen(os.memfd_create("features"), "wb") as file:
-        count, lost, long = dist.together(encode_part)
+        count, *counted = dist.together(encode_part)
         mine = (f"/proc/{os.getpid()}/fd/{file.fileno()}", count)
-        found = dist.gather_objects((mine, lost, long, bad.errors, bad.needed))
-        files, gone, longer, named, most = zip(*[found[rank] for rank in ours], strict=True)
+        found = dist.gather_objects((mine, bad.errors, bad.needed, *counted))
+        files, named, most, gone, longer, sums, longest = zip(
+            *[found[rank] for rank in ours], strict=True)
         if too_long := [*chain(*longer)]:
             needed, place, _ = max(too_long)
             raise TooLongError(place, needed, sum(count for *_, count in too_long), total,
@@ -314,16 +323,34 @@ def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
             faults.errors |= dict(chain(*(errors.items() for errors in named)))
             faults.needed = max(faults.needed, *most)
         # No file is closed before all ranks have opened it.
-        return dist.together(lambda: Encoded(files, [*chain(*gone)]))
+        encoded = dist.together(lambda: Encoded(files, [*chain(*gone)], max(longest)))
+    for line in _unlike(split, start, settings, *sum(sums).tolist()):
+        say(f"  {split.source}: {line}")
+    return encoded
+
+
+def _unlike(split: Split, start: Start, settings: Settings, cut: int, windowed: int, unknown: int,
+            tokens: int) -> Iterator[str]:
+    """Yield what is said of a split's texts that the model does not see as they are."""
+    count = len(split.examples)
+    if cut or windowed:
+        yield (f"of {count} examples {cut} were cut at {settings.max_length} tokens, {windowed} "
+               "read in windows")
+    if lost := unknown_tokens(unknown, tokens):
+        yield f"{lost}; {start.name} was not trained on text like this"
+    if special := count_special(split.examples, start.tokenizer):
+        yield (f"{special} of {count} examples have a special token, such as [SEP], in their text: "
+               "plain text here, one token for transformers")
 
 
 def _encode_part(file: BinaryIO, split: Split, part: range, tokenizer: Tokenizer,
                  settings: Settings, say: Callable[[str], None], faults: Faults | None
-                 ) -> tuple[int, list[int], list[tuple[int, str, int]]]:
+                 ) -> tuple[int, list[int], list[tuple[int, str, int]], np.ndarray, int]:
     """Write the features of a part of a split, then where each begins. Return (how many there are,
-    positions of the examples that have none, (tokens, place, count) of what is too long).
+    positions of the examples that have none, (tokens, place, count) of what is too long, [cut, in
+    windows, unknown pieces, tokens], tokens of the longest row).
     """
-    said, starts = time.monotonic(), array("q", [0])
+    said, starts, longest, sums = time.monotonic(), array("q", [0]), 0, np.zeros(4, int)
     lost: list[int] = []
     long: list[tuple[int, str, int]] = []
     for first in part[::_BLOCK_ROWS]:
@@ -337,10 +364,14 @@ def _encode_part(file: BinaryIO, split: Split, part: range, tokenizer: Tokenizer
             long.append((error.needed, error.place, error.count))
         for feature in features:
             starts.append(starts[-1] + file.write(pickle.dumps(_values_of(feature), 5)))
+            rows_of_text = len(split.examples[first + feature.position].sequences)
+            sums[:2] += feature.cut_tokens > 0, len(feature.sequences) > rows_of_text
+            longest = max(longest, *map(len, feature.sequences))
+        sums[2:] += count_unknown(features, tokenizer)
         lost += sorted({*rows} - {first + feature.position for feature in features})
         if time.monotonic() >= said + _SAY_SECONDS:
             said, share = time.monotonic(), (rows.stop - part.start) / len(part)
             say(f"  encoding {split.source}: {share:.0%} of {len(split.examples):,}")
     file.write(starts.tobytes())
     file.flush()
-    return len(starts) - 1, lost, long
+    return len(starts) - 1, lost, long, sums, longest

@@ -292,14 +292,13 @@ def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
 
 def build(job: Job, optim: OptimConfig):
     """Return the engine; says what was kept of another task's head."""
-    settings = job.settings
-    start, saved = job.start, job.initial
+    settings, start, saved = job.settings, job.start, job.initial
+    micro_rows, accumulation = shape_of(settings)
     if saved:
         start = start_from(start, saved, job.init_from)
     model = build_model(job.task, start, settings, job.seed)
     if saved is not None:
         job.say(f"  {keep_head(model, job.task, saved)}")
-    micro_rows, accumulation = shape_of(settings)
     values = ds_config.complete(
         job.deepspeed, rows=micro_rows * accumulation * dist.world_size(),
         micro_rows=micro_rows, accumulation=accumulation, clip_norm=settings.clip_norm)

@@ -112,6 +112,7 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     for task in tasks:
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
+    longest = max(settings.resolve(task, tables).max_length for task in tasks)
     json, values = deepspeed(options.deepspeed_config)
     if isinstance(init_from, str):
         init_from = {names[0]: init_from} if init_from else {}
@@ -120,7 +121,7 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     return {"tasks": tasks, "settings": tables, "deepspeed": values, "init_from": init_from,
             "start": open_start(options.model, options.tokenizer),
             "carved": tuple(task_named(name).name for name in options.carve_train),
-            "longest": max(settings.resolve(task, tables).max_length for task in tasks),
+            "longest": longest,
             "lines": [f"DeepSpeed: {json}", *check_machine(values, json)]}
 
 

@@ -31,7 +31,7 @@ from deberta_ds.finetuning.directory import (
     load_finetuned,
     mark_failed,
 )
-from deberta_ds.finetuning.features import TooLongError, count_special, count_unknown
+from deberta_ds.finetuning.features import TooLongError
 from deberta_ds.finetuning.inputs import Job
 from deberta_ds.finetuning.loop import newest, train
 from deberta_ds.finetuning.models import Start, build_model
@@ -39,11 +39,9 @@ from deberta_ds.finetuning.predict import SCORES, as_text, predictions_of, score
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import Example
-from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.submission import render
 from deberta_ds.tasks.tables import longer
 from deberta_ds.tasks.task import Task, diagnostics_of
-from deberta_ds.tokenizer import unknown_tokens
 
 
 def run(job: Job) -> dict:
@@ -182,7 +180,7 @@ def metrics_on(task: Task, table: str) -> tuple[str, ...]:
 
 
 def check_splits(jobs: Sequence[Job]) -> None:
-    """Encode every split of every job once; say how many texts are cut or read in windows.
+    """Encode every split of every job once.
 
     Raises one UserError for all texts that the model cannot be given: before hours of training.
     """
@@ -195,7 +193,7 @@ def check_splits(jobs: Sequence[Job]) -> None:
                       *tables.diagnostics.values()):
             too_few = f"{job.start.name} has {positions} absolute positions"
             try:
-                longest = _check_split(job, split)
+                longest = job.features(split).longest
             except TooLongError as error:
                 fits = positions is None or error.needed <= positions
                 remedy = f"{option}max_length={error.needed}"
@@ -210,25 +208,6 @@ def check_splits(jobs: Sequence[Job]) -> None:
                             f"{job.start.name} is made for {known:,}")
     if problems:
         raise UserError("texts do not fit:\n  " + "\n  ".join(problems))
-
-
-def _check_split(job: Job, split: Split) -> int:
-    """Return the length of the longest row of `split`, and say what is cut or windowed."""
-    features = job.features(split)
-    cut = windowed = longest = 0
-    for feature, example in zip(features, split.examples, strict=True):
-        cut += feature.cut_tokens > 0
-        windowed += len(feature.sequences) > len(example.sequences)
-        longest = max(longest, *map(len, feature.sequences))
-    if cut or windowed:
-        job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
-                f"{job.settings.max_length} tokens, {windowed} read in windows")
-    if lost := unknown_tokens(*count_unknown(features, job.start.tokenizer)):
-        job.say(f"  {split.source}: {lost}; {job.start.name} was not trained on text like this")
-    if special := count_special(split.examples, job.start.tokenizer):
-        job.say(f"  {split.source}: {special} of {len(features)} examples have a special token, "
-                "such as [SEP], in their text: plain text here, one token for transformers")
-    return longest
 
 
 def _predict(job: Job) -> dict:

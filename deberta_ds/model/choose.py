@@ -6,7 +6,6 @@ limits hold is taken. A Triton kernel must agree with torch's operators on this 
 """
 
 import logging
-from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.model import ModelConfig
+from deberta_ds.config.model import TERMS, ModelConfig
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.precision import DTYPES
 
@@ -23,13 +22,10 @@ LARGEST_HEAD = 128  # of fused attention; sizes that are no power of 2 are fille
 LONGEST_SHORT = 512  # longer sequences may have pairs beyond the reach of the relative table
 MOST_PROGRAMS = 65_535  # along the second axis of a launch: one for each sequence and head
 MOST_ELEMENTS = 1 << 31  # the kernels count in 32 bits
-MOST_COLUMNS = 8192  # a program of LayerNorm holds a whole hidden state
-_ALIGNED = 16  # hidden sizes at which every hidden state begins at a whole vector
 OPTIONS = {"attention": "attention", "cross-entropy": "cross_entropy"}  # keys of [model], by idea
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALF)
-_GPU, _CPU = ("cuda",), ("cpu",)
 
 
 class Request(NamedTuple):
@@ -40,12 +36,12 @@ class Request(NamedTuple):
     size: int  # of a head for attention, otherwise of a hidden state
     state: torch.dtype | None = None  # LayerNorm's other operand
     long: bool = False  # attention: with pairs beyond the reach of the relative table
-    terms: tuple[bool, bool] = (True, True)  # attention: content to position, position to content
+    terms: tuple[bool, ...] = (True, True)  # attention: which of TERMS
     obstacle: str = ""  # what only the caller can see that rules out all but the last
 
 
 class Kernel(NamedTuple):
-    """One implementation of an idea. Without `devices` and `dtypes` it runs everywhere.
+    """One implementation of an idea. Without `device` and `dtypes` it runs everywhere.
 
     `place` and `check` are "module:function" below deberta_ds.model, imported late: Triton need not
     be installed. Without a place it is the module's own operators.
@@ -54,47 +50,33 @@ class Kernel(NamedTuple):
     idea: str
     name: str
     place: str = ""
-    devices: tuple[str, ...] = ()
+    device: str = ""
     dtypes: tuple[torch.dtype, ...] = ()
-    limits: Callable[[Request], str] | None = None  # why it cannot run, or an empty string
     check: str = ""  # of Triton kernels: is it right here? (kernels/checks.py)
-    needs: str = ""  # the limits in words, for the documentation
+    largest: int = 1 << 31  # size
+    multiple: int = 1  # of which every size is one, so that each state begins at a whole vector
+    terms: int = len(TERMS)  # of attention: it has the first ones of TERMS
     by_name_only: bool = False
 
 
-def _up_to(most: int, words: str) -> Callable[[Request], str]:
-    return lambda request: words.format(request.size, most) if request.size > most else ""
-
-
-def _aligned(request: Request) -> str:
-    odd = request.size % _ALIGNED and not kernel_check.interpreted()
-    return f"hidden size {request.size} is no multiple of {_ALIGNED}" if odd else ""
-
-
-_NORM = (_GPU, _FLOATS, _up_to(MOST_COLUMNS, "hidden size {} is larger than {}"),
-         "kernels.checks:norm")
-_WIDTH = f"hidden size up to {MOST_COLUMNS:,}"
+_NORM = ("cuda", _FLOATS, "kernels.checks:norm", 8192)  # a program holds a whole hidden state
 # The best first; the last of each idea runs everywhere.
 KERNELS = (
-    Kernel("attention", "fused", "kernels.attention:fused_path", _GPU, _HALF,
-           _up_to(LARGEST_HEAD, "heads of {} are larger than {}"), "kernels.checks:attention",
-           f"heads of up to {LARGEST_HEAD}; up to {MOST_PROGRAMS:,} sequences x heads"),
-    Kernel("attention", "tiled", "attention.tiled:tiled_attention", _CPU),
+    Kernel("attention", "fused", "kernels.attention:fused_path", "cuda", _HALF,
+           "kernels.checks:attention", LARGEST_HEAD, terms=2),
+    Kernel("attention", "tiled", "attention.tiled:tiled_attention", "cpu"),
     Kernel("attention", "reference", "attention.reference:reference_attention", by_name_only=True),
-    Kernel("attention", "dense", "attention.dense:dense_attention",
-           needs="memory for the scores of all pairs"),
+    Kernel("attention", "dense", "attention.dense:dense_attention"),
     Kernel("cross-entropy", "fused", "kernels.fused_cross_entropy:fused_linear_cross_entropy",
-           _GPU, _HALF, _aligned, "kernels.checks:cross_entropy",
-           f"hidden size a multiple of {_ALIGNED}; under 2^31 elements"),
+           "cuda", _HALF, "kernels.checks:cross_entropy", multiple=16),
     Kernel("cross-entropy", "chunked", "linear_cross_entropy:linear_cross_entropy"),
-    Kernel("LayerNorm", "fused", "kernels.fused_norm:residual_norm", *_NORM, _WIDTH),
+    Kernel("LayerNorm", "fused", "kernels.fused_norm:residual_norm", *_NORM),
     Kernel("LayerNorm", "torch"),
-    Kernel("GELU", "fused", "kernels.fused_norm:biased_gelu", *_NORM, _WIDTH),
+    Kernel("GELU", "fused", "kernels.fused_norm:biased_gelu", *_NORM),
     Kernel("GELU", "torch"),
     Kernel("dropout", "fused", "kernels.fused_norm:dropout", *_NORM),
-    Kernel("dropout", "hash", needs="the elements that the kernels drop"),
-    Kernel("projections", "fused", "fused_projections:fused_projections", _GPU,
-           needs="training without autocast, below ZeRO-3"),
+    Kernel("dropout", "hash"),
+    Kernel("projections", "fused", "fused_projections:fused_projections", "cuda"),
     Kernel("projections", "separate"),
 )
 _LOADED: dict[str, Any] = {"": None}  # functions by place
@@ -114,10 +96,6 @@ class Choice(NamedTuple):
     kernel: Kernel
     why: str
 
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
 
 def find(idea: str, mode: str, *request) -> tuple[str, Any]:
     """Return the name and the function of the kernel that `pick` picks for `Request(*request)`."""
@@ -134,41 +112,35 @@ def _find(idea: str, mode: str, *request) -> tuple[str, str]:
 _find._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes its result
 
 
+@lru_cache
 def pick(idea: str, request: Request, mode: str = "auto") -> Choice:
     """Return the kernel for `idea`: the best that can run, or the one called `mode`.
 
     Found once for all equal requests. Raises UserError for one that was asked for by name and
     cannot run here, and for one that fails its check.
     """
-    return _pick(idea, request, mode, kernel_check.interpreted())
-
-
-@lru_cache
-def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
     known = [kernel for kernel in KERNELS if kernel.idea == idea]
-    if mode != "auto":
-        option, asked = OPTIONS[idea], {kernel.name: kernel for kernel in known}
-        if mode not in asked:
-            raise UserError(f"{option} = {mode!r}: choose one of {', '.join(['auto', *asked])}")
-        if problem := _problem(asked[mode], request, interpreted):
-            raise UserError(f"{option} = {mode!r} cannot run here: {problem}; use 'auto' or "
-                            f"'{known[-1].name}'")
-        return Choice(asked[mode], f"{option} = {mode!r}")
-    missed: list[str] = []
-    for kernel in (one for one in known if not one.by_name_only):  # the last one runs everywhere
-        problem = _problem(kernel, request, interpreted)
+    option, auto, missed, last = OPTIONS.get(idea, idea), mode == "auto", [], known[-1].name
+    tried = [one for one in known if one.name == mode or (auto and not one.by_name_only)]
+    if not tried:
+        names = ", ".join(["auto", *(kernel.name for kernel in known)])
+        raise UserError(f"{option} = {mode!r}: choose one of {names}")
+    for kernel in tried:
+        problem = _problem(kernel, request)
         if not problem:
             break
         missed.append(f"not {kernel.name}: {problem}")
     else:
-        raise UserError(f"{idea}: nothing can run here: {'; '.join(missed)}")
+        raise UserError(f"{option} = {mode!r} cannot run here: {problem}; use 'auto' or '{last}'")
+    if not auto:
+        return Choice(kernel, f"{option} = {mode!r}")
     why = "; ".join(missed)
-    if kernel.check and not interpreted:
+    if kernel.check and not kernel_check.interpreted():
         verdict = kernel_check.check(request, load(kernel.check))
         if not verdict.passed:
             remedy = f"set {kernel_check.OFF}=0 (torch's operators for all parts)"
             if idea in OPTIONS:
-                remedy = f"--model.{OPTIONS[idea]}={known[-1].name} in pretraining, or {remedy}"
+                remedy = f"--model.{option}={last} in pretraining, or {remedy}"
             raise UserError(f"{idea}: the {kernel.name} kernel fails its check {verdict.text}\nfix "
                             f"this, or go on without the kernel, several times slower: {remedy}")
         why = verdict.text
@@ -178,21 +150,29 @@ def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
     return Choice(kernel, why)
 
 
-def _problem(kernel: Kernel, request: Request, interpreted: bool) -> str:
+def _problem(kernel: Kernel, request: Request) -> str:
     """Return what keeps a kernel from running, or an empty string."""
+    interpreted, size = kernel_check.interpreted(), request.size
     if kernel.check and (missing := kernel_check.obstacle(request.device)):
         return missing
-    if kernel.devices and request.device.type not in kernel.devices and not interpreted:
-        return "no GPU" if kernel.devices == _GPU else f"it is for {' and '.join(kernel.devices)}"
+    if kernel.device not in ("", request.device.type) and not interpreted:
+        return "no GPU" if kernel.device == "cuda" else f"it is for {kernel.device}"
     # On a card, attention's tiles do not fit into registers in fp32.
     known = {*kernel.dtypes, *([torch.float32] if interpreted else [])}
     if kernel.dtypes and (unknown := {request.dtype, request.state or request.dtype} - known):
-        return f"it takes {_names_of(kernel.dtypes)}, not {_names_of(tuple(unknown))}"
-    found = request.obstacle if kernel.devices else ""
-    return found or (kernel.limits(request) if kernel.limits else "")
+        return f"it takes {names_of(kernel.dtypes)}, not {names_of(tuple(unknown))}"
+    if kernel.device and request.obstacle:
+        return request.obstacle
+    if size > kernel.largest:
+        what = "heads of {} are" if kernel.idea == "attention" else "hidden size {} is"
+        return f"{what.format(size)} larger than {kernel.largest}"
+    if size % kernel.multiple and not interpreted:
+        return f"hidden size {size} is no multiple of {kernel.multiple}"
+    return "it lacks a position term" if any(request.terms[kernel.terms:]) else ""
 
 
-def _names_of(dtypes: tuple[torch.dtype, ...]) -> str:
+def names_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Return dtypes in words."""
     *first, last = (_NAMES.get(dtype, str(dtype)) for dtype in dtypes)
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -209,7 +189,7 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
 
     reach = Geometry(model.largest_distance, model.position_buckets).reach
     long = length > LONGEST_SHORT or make_band(reach, length).far
-    terms = ("c2p" in model.position_terms, "p2c" in model.position_terms)
+    terms = tuple(term in model.position_terms for term in TERMS)
     states = Request(device, matmuls, model.hidden_size, weights)
     separate = "autocast" if weights != matmuls else "ZeRO-3" if zero_stage == 3 else ""
     requests = {
@@ -220,7 +200,7 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
     modes = {idea: getattr(model, option) for idea, option in OPTIONS.items()}
     picked = {idea: pick(idea, one, modes.get(idea, "auto")) for idea, one in requests.items()
               if idea not in without}
-    return {idea: {"kernel": one.name, "why": one.why} for idea, one in picked.items()}
+    return {idea: {"kernel": one.kernel.name, "why": one.why} for idea, one in picked.items()}
 
 
 def in_a_line(found: dict[str, dict[str, str]]) -> str:
@@ -230,11 +210,3 @@ def in_a_line(found: dict[str, dict[str, str]]) -> str:
         by_reason.setdefault(choice["why"], []).append(f"{idea} {choice['kernel']}")
     return "; ".join(", ".join(names) + (f" ({why})" if why else "")
                      for why, names in by_reason.items())
-
-
-def table() -> list[str]:
-    """Return the rows of the table of docs/explanation/attention.md."""
-    where = {_GPU: "GPU", _CPU: "CPU", (): "everywhere else"}
-    return [f"| {one.idea} | `{one.name}` | "
-            f"{'only by name' if one.by_name_only else where[one.devices]} | "
-            f"{_names_of(one.dtypes) if one.dtypes else 'any'} | {one.needs} |" for one in KERNELS]

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.config.model import TERMS, ModelConfig
 from deberta_ds.model import fused_projections
 from deberta_ds.model.attention import Geometry, attend, attend_cls, gathered_term
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm, pass_keys
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         queries, keys, values, *rows = shared(inputs, linears, pairs)
         tables = dict(zip(projections, map(self._table, rows), strict=True))
         return self._heads(queries), KeysValues(
-            self._heads(keys), self._heads(values), tables.get("c2p"), tables.get("p2c"))
+            self._heads(keys), self._heads(values), *map(tables.get, TERMS))
 
     def project_keys_values(self, hidden_BLC: Tensor, relative_SC: Tensor | None,
                             key: Tensor | None = None) -> KeysValues:
@@ -106,7 +106,7 @@ class Attention(nn.Module):
                              relative_SC: Tensor | None) -> KeysValues:
         tables = {term: self._table(x(relative_SC)) for term, x in projections.items()}
         keys, values = self._heads(self.key(hidden_BLC)), self._heads(self.value(hidden_BLC))
-        return KeysValues(keys, values, tables.get("c2p"), tables.get("p2c"))
+        return KeysValues(keys, values, *map(tables.get, TERMS))
 
     def project_queries(self, queries_BQC: Tensor) -> Tensor:
         """Return the queries [B, H, Q, D] of other states than those of keys and values."""
@@ -135,10 +135,9 @@ class Attention(nn.Module):
         """Return keys_values with what several `forward` with these columns have in common."""
         if keys_values.position_query is None:
             return keys_values
-        term = gathered_term(
-            keys_values.keys, keys_values.position_key, keys_values.position_query,
-            geometry=self.geometry, segments=segments_BL, query_positions_BQ=columns_BQ,
-            mode=self.config.attention)
+        keys, _, *tables = keys_values
+        term = gathered_term(keys, *tables, geometry=self.geometry, segments=segments_BL,
+                             query_positions_BQ=columns_BQ, mode=self.config.attention)
         return keys_values._replace(position_query=term)
 
     def _heads(self, hidden_BLC: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ class Attention(nn.Module):
         else:
             found = {"c2p": getattr(self, "position_key", None),
                      "p2c": getattr(self, "position_query", None)}
-        return {term: found[term] for term in ("c2p", "p2c") if term in self.config.position_terms}
+        return {term: found[term] for term in TERMS if term in self.config.position_terms}
 
 
 class Layer(nn.Module):

@@ -58,8 +58,9 @@ def _position_terms(model: ModelConfig, length: int, query_fraction: float) -> f
     if not model.relative_attention:
         return 0.0
     slots = min(length, 2 * model.relative_span)
-    fractions = [query_fraction if term == "c2p" else 1.0 for term in model.position_terms]
-    return sum(2 * model.hidden_size * slots * fraction for fraction in fractions)
+    fractions = {"c2p": query_fraction, "p2c": 1.0}  # a term of the distance alone is per step
+    return sum(2 * model.hidden_size * slots * fractions.get(term, 0.0)
+               for term in model.position_terms)
 
 
 def _convolution(model: ModelConfig) -> float:

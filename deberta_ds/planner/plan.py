@@ -189,9 +189,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
             if ds_config.problems_between(staged):
                 continue  # pretrain would refuse it
-            summed = are_summed(staged, accumulation > 1)
-            if not gpu.is_cpu:
-                summed |= not obstacle(run, staged, "cuda")
+            summed = are_summed(staged, accumulation > 1) or not obstacle(
+                run, staged, "cpu" if gpu.is_cpu else "cuda")
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1, summed)
             # Full recomputation repeats the forward pass: a third of forward + backward.
             row_seconds = compute_row * {"none": 1.0, "selective": 1.05, "full": 4 / 3}[name]

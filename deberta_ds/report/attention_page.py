@@ -60,7 +60,7 @@ def write_attention(model_path: str, text: str, layers: list[int] | None, heads:
 
 def _planes(one: HeadParts) -> list[tuple[str, np.ndarray, float, str]]:
     """Return (name, values, what full color stands for, unit) of each map; scores share a scale."""
-    scores = {PART_NAMES[name]: part for name, part in one.parts.items()}
+    scores = {PART_NAMES.get(name, name): part for name, part in one.parts.items()}
     if len(scores) > 1:
         scores["sum of the scores"] = one.scores
     scale = max(float(np.abs(plane).max()) for plane in scores.values()) or 1.0
@@ -102,7 +102,7 @@ def _charts(similarities: dict[str, list[Similarity]]) -> list[Chart]:
     """Return charts over the size of the distance; the shared table has a line for each sign."""
     charts = []
     for key, tables in similarities.items():
-        title, note = _CHARTS[key]
+        title, note = _CHARTS.get(key, (key, ""))
         if key == "table":
             lines = [("query after key", tables[0], 1), ("query before key", tables[0], -1)]
         else:

@@ -1,5 +1,6 @@
 """What a task's tables hold as they are read, before anything is trained: `finetune.py --look`."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -14,6 +15,9 @@ from deberta_ds.tasks.task import NoSplitError, Task
 
 _ROWS, _WIDTH = 10, 76  # shown of each table, and characters of a text
 _EVERY = 1 << 62
+_DAMAGE = {"have characters that were lost (\ufffd)": "\ufffd",
+           "look like UTF-8 that was read as Latin-1 (Ã¼)": "[ÂÃ][\x80-\xbf]",
+           "have characters as HTML writes them (&amp;)": r"&(amp|lt|gt|quot|nbsp|#\d+);"}
 
 
 def look(task: Task, data: str) -> Iterator[str]:
@@ -57,6 +61,9 @@ def _counts(split: Split) -> Iterator[str]:
     texts = Counter(text for example in examples for texts in example.sequences for text in texts)
     longest = max(map(len, texts), default=0)
     yield f"  texts: {len(texts):,} different, the longest has {longest:,} characters"
+    for damage, pattern in _DAMAGE.items():
+        if damaged := sum(re.search(pattern, text) is not None for text in texts):
+            yield f"  {damaged:,} of them {damage}"
     labels: Counter[str] = Counter()
     for example in examples:
         names = _names(task, example)

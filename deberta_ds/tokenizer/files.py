@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from deberta_ds.base.errors import UserError, looked_in
+from deberta_ds.base.errors import UserError, looked_in, refuse_pipe
 from deberta_ds.base.files import ReadFile, read_file
 from deberta_ds.base.json_files import read_json
 from deberta_ds.tokenizer.vocabularies import VOCABULARIES
@@ -36,6 +36,7 @@ def find_files(path: Path) -> Files:
     if path.is_dir():
         return choose(read_known(path, (*itertools.chain(*FORMS), _PICKLE, *_EXTRA, *OTHER_MODELS)),
                       path)
+    refuse_pipe(path)
     if not path.is_file():
         raise UserError(f"{path}: cannot read the tokenizer (no such file{looked_in(path)}); give "
                         f"{KINDS}, or train one with data_prep/train_tokenizer.py")
@@ -61,7 +62,7 @@ def find_files(path: Path) -> Files:
 
 def read_known(directory: Path, names: Iterable[str]) -> Files:
     """Return those of `names` that are files of a directory."""
-    return {name: read_file(directory / name) for name in names if (directory / name).is_file()}
+    return {name: read_file(directory / name) for name in names if (directory / name).exists()}
 
 
 def choose(known: Files, place: Path) -> Files:

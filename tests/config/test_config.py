@@ -68,8 +68,7 @@ def test_hugging_face_spelling_of_no_buckets(run_file):
 
 @pytest.mark.parametrize("override, expected", [
     ("--model.hidden_sise=3", "did you mean model.hidden_size?"),
-    ("--optim.lr=1e-3", "optim.lr: renamed to optim.learning_rate"),
-    ('--data.sources=[{path = "a", first_row = 2}]', "renamed to data.sources.0.first_sequence"),
+    ('--data.sources=[{path = "a", first_row = 2}]', "data.sources.0.first_row: unknown key"),
     ("--train.steps=1.5", "valid integer"),
     ("--train.steps=true", "valid integer"),
     ("--train.steps=0", "at least 1"),

@@ -1,13 +1,10 @@
 """The prep stages: the same bytes for any number of workers, restarts, refusals."""
 
 import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -83,31 +80,6 @@ def test_a_finished_job_is_left_alone_and_another_one_refused(text_file, tmp_pat
     (tmp_path / "precious" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="not empty and not made by this command"):
         tokenize(text_file, tmp_path / "precious")
-
-
-@pytest.mark.multi
-def test_kills_within_the_work_leave_no_corpus_and_a_restart_gives_the_same_bytes(text_file,
-                                                                                  tmp_path):
-    arguments = [sys.executable, str(SCRIPTS / "tokenize_corpus.py"), str(text_file),
-                 "--tokenizer", tokenizer_path(), "--unit_bytes", "1000", "--workers", "2"]
-    subprocess.run([*arguments, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
-    out, log, finished = tmp_path / "killed", tmp_path / "log", 0
-    for more in random.Random(0).sample(range(1, 20), 3):  # units, of some 150
-        with open(log, "wb") as file:
-            process = subprocess.Popen([*arguments, "--out", str(out)], start_new_session=True,
-                                       stdout=file, stderr=file)
-        try:
-            deadline = time.monotonic() + 120
-            while (now := len(list(out.glob(".units/*.json")))) < finished + more:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.001)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        finished = len(list(out.glob(".units/*.json")))
-        assert finished >= now and not (out / "manifest.json").exists()
-    subprocess.run([*arguments, "--out", str(out)], check=True, capture_output=True)
-    assert tree(out) == tree(tmp_path / "whole")
 
 
 @pytest.mark.multi
@@ -245,14 +217,3 @@ def test_a_flipped_bit_is_named_by_what_reads_whole_shards(tmp_path, part):
     info = read_manifest(corpus)[0].shards[0]
     with pytest.raises(UserError, match=f"{part}/{shard.name}: xxh3 checksum differs"):
         pack_shard(str(corpus), info, tiny_tokenizer().word_starts(), 32)
-
-
-def test_commands_print_one_error_line(tmp_path):
-    for script, arguments in (
-        ("tokenize_corpus.py", ["absent.txt", "--tokenizer", tokenizer_path(), "--out", "x"]),
-        ("pack.py", ["absent", "--tokenizer", tokenizer_path(), "--seq_len", "64"]),
-        ("verify.py", ["absent"])):
-        result = subprocess.run([sys.executable, str(SCRIPTS / script), *arguments], cwd=tmp_path,
-                                capture_output=True, text=True)
-        assert result.returncode == 2, result
-        assert result.stderr.startswith("error: absent") and result.stderr.count("\n") == 1

@@ -25,6 +25,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units, split
 from deberta_ds.corpus.quality import Text
 from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.recipe import READING, read_options_of
 from deberta_ds.files import inputs, remote
 from deberta_ds.files.inputs import open_bytes
 
@@ -383,3 +384,31 @@ def test_useless_sizes_are_refused(tmp_path, sizes):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match="must be positive"):
         plan_units([str(tmp_path)], ReadOptions(max_document_bytes=sizes[0]), sizes[1])
+
+
+def test_a_reader_of_ones_own_divides_text_files(tmp_path):
+    """FILE.py:NAME; its digest is part of what a corpus is of, so that an edited one is another."""
+    reader, page = tmp_path / "pages.py", tmp_path / "a.txt"
+    reader.write_text("def pages(data):\n    return data.decode().split('\\f')\n"
+                      "def numbers(data):\n    return [1]\n"
+                      "def fails(data):\n    raise KeyError('x')\n")
+    page.write_text("one\ftwo\fthree" + "x" * 99)
+
+    def options(name: str) -> ReadOptions:
+        return read_options_of(SimpleNamespace(**dict.fromkeys(READING, "") | {
+            "documents": f"{reader}:{name}", "max_document_bytes": 50}))
+
+    def read(name: str) -> list:
+        units = plan_units([str(page)], options(name), unit_bytes=4)
+        assert len(units) == 1  # never cut
+        return list(read_unit(units[0], options(name)))
+
+    found = read("pages")
+    assert [(one.text, one.where) for one in found[:2]] == [("one", 0), ("two", 1)]
+    assert "longer than 50 bytes" in found[2].problem
+    assert options("pages").documents.startswith(f"{reader}:pages#")
+    for name, said in (("numbers", "returned int for .*a.txt; it must return the texts"),
+                       ("fails", "fails failed on this document: KeyError"),
+                       ("none", "has no none; define it there")):
+        with pytest.raises(UserError, match=said):
+            read(name)

@@ -130,7 +130,7 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
         with pytest.raises(UserError, match=f"{name}:2: invalid UTF-8 .*; convert"):
             find_contamination(units, [str(tmp_path / name)], tmp_path / "old", read=READ)
     assert report.documents == [40, 2]
-    assert list(report.examples.values()) == [[3, 3, 1], [1, 0, 1]]
+    assert list(report.examples.values()) == [[3, 3, 1, 0], [1, 0, 1, 0]]
     assert "brothers who never spoke" in report.samples[0]["words"]
     byte = sum(len(json.dumps({"text": text})) + 1 for text in texts[:3])
     assert report.samples[0]["document"] == f"{tmp_path}/text.jsonl, byte {byte}"
@@ -179,7 +179,7 @@ def test_a_text_of_many_examples_is_found_once_in_a_document(tmp_path, monkeypat
     monkeypatch.setattr(contamination, "hits", counted)
     against = str(tmp_path / "val.jsonl")
     report = find_contamination(units, [against], tmp_path / "found", read=READ)
-    assert report.examples == {against: [1000, 1000, 0]} and report.documents == [3, 2]
+    assert report.examples == {against: [1000, 1000, 0, 1000]} and report.documents == [3, 2]
     assert report.samples[0]["example"] == f"{against}, example 0"
     assert len(hits) == 2 * 288  # runs of 13 words in 300
 
@@ -219,7 +219,7 @@ def test_evaluation_files_of_any_size_and_kind_are_read_once(tmp_path):
     against = [str(tmp_path / name) for name in ("a.jsonl", "b.parquet", "c.arrow")]
     assert len(plan_units(against[:1], READ)) > 1
     report = find_contamination(units, against, tmp_path / "found", read=READ)
-    assert report.examples == dict.fromkeys(against, [40, 1, 0])
+    assert report.examples == dict.fromkeys(against, [40, 1, 0, 0])
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"a": "b"}' * 999)[:-9])
     with pytest.raises(UserError, match=r"d.jsonl.gz.*cut short"):
         find_contamination(units, [str(tmp_path / "d.jsonl.gz")], tmp_path / "none", read=READ)

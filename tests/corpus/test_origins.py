@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,33 @@ def test_origins_do_not_depend_on_the_workers_and_a_missing_id_is_bad(corpus, tm
         tokenize(bad, tmp_path / "bad", read=READ)
 
 
+PACK = ("data_prep/pack.py", "--seq_len", 64, "--tokenizer", tokenizer_path(), "--workers", 1)
+TAKE = ("data_prep/take_down.py", "--out", "new", "--tokenizer", tokenizer_path(), "--document",
+        "doc-1")
+
+
+@pytest.mark.parametrize("name, command", [
+    ("manifest.json", PACK), ("tokens/*.npy", ("data_prep/verify.py",)), ("ends/*.npy", TAKE),
+    ("rows-64/manifest.json", PACK), ("rows-64/.job.json", PACK), ("rows-64/.lock", PACK),
+    ("rows-64/*.starts.npy", ("data_prep/find.py", "--seq_len", 64, "--row", 0)),
+    ("rows-64/*[0-9].npy", ("data_prep/find.py", "--seq_len", 64, "--document", "doc-1")),
+    ("rows-64/*.starts.npy", ("data_prep/show.py", "--seq_len", 64, "--tokenizer",
+                              tokenizer_path())),
+    ("documents/manifest.json", TAKE), ("documents/*.parquet", TAKE),
+    ("tokenizer", ("data_prep/stats.py", "--tokenizer", "corpus/tokenizer"))])
+def test_a_pipe_among_the_files_of_a_corpus_is_named(corpus, tmp_path, monkeypatch, name, command):
+    """find.py waited for ever for who would write to it."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(corpus, "corpus")
+    if name.startswith("rows-64/."):
+        Path("corpus/rows-64/manifest.json").unlink()  # work is done there
+    for path in list(Path("corpus").glob(name)) or [Path("corpus", name)]:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    with pytest.raises(UserError, match="corpus/[^:]*: .*pipe|corpus/rows-64: holds the output"):
+        run_main(command[0], "corpus", *command[1:])
+
+
 def test_the_scripts(corpus, tmp_path):
     printed = run_main("data_prep/find.py", corpus, "--seq_len", 64, "--row", 0)
     name = printed.split()[2]
@@ -148,7 +176,7 @@ def test_the_scripts(corpus, tmp_path):
     damaged.write_bytes(b"x")
     with pytest.raises(UserError, match=str(damaged)):
         run_main("data_prep/verify.py", tmp_path / "new")
-    for text in ("[]", '{"files": 3}', '{"files": {"a": [1]}}', "{", '{"files": {"a": ["x", 1]}}'):
-        (tmp_path / "new/documents/manifest.json").write_text(text)
+    for text in ("[]", "3", '{"a": [1]}', "{", '{"a": ["x", 1]}'):
+        (tmp_path / "new/documents/manifest.json").write_text(f'{{"version": 1, "files": {text}}}')
         with pytest.raises(UserError, match="manifest.json: damaged"):
             Origins(tmp_path / "new")

@@ -186,6 +186,14 @@ def test_show_and_verify_run(text_file, tmp_path):
     assert Corpus(out, seq_len=64).content_hash[:16] in printed[1]
 
 
+def test_copies_of_one_text_that_are_all_held_out_are_said(tmp_path, capsys):
+    write_json_lines(tmp_path / "few.jsonl", SENTENCES[:1] * 9)
+    run_main("data_prep/tokenize_corpus.py", tmp_path / "few.jsonl", "--out", tmp_path / "web",
+             "--tokenizer", tokenizer_path(), "--heldout_out", tmp_path / "held",
+             "--heldout_share", 0.99)
+    assert "web: no document fell to it, all 9 to " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options, message", [
     ([], "held: no document fell to it"),
     (["--min_characters", "9999"], "web: no document is left")])

@@ -18,7 +18,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from data_helpers import flip_a_bit, make_corpus, random_documents, tiny_tokenizer
+from data_helpers import flip_a_bit, make_corpus, random_documents, run_main, tiny_tokenizer
 from fsspec.implementations.local import LocalFileSystem
 from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run
 from s3_server import s3_bucket
@@ -157,10 +157,8 @@ def test_a_corpus_with_a_damaged_shard_is_not_uploaded(corpus, tmp_path):
     broken = Path(shutil.copytree(corpus, tmp_path / "broken"))
     path = min((broken / "tokens").glob("*.npy"))
     flip_a_bit(path)
-    done = subprocess.run(
-        [sys.executable, ROOT / "data_prep/upload.py", broken, "--to", f"file://{tmp_path}/store"],
-        capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 2 and f"error: {path}: " in done.stderr, done.stderr
+    with pytest.raises(UserError, match=f"^{path}: "):
+        run_main("data_prep/upload.py", broken, "--to", f"file://{tmp_path}/store")
     assert not (tmp_path / "store").exists()
 
 

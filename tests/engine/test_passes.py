@@ -128,7 +128,9 @@ def test_a_card_that_refuses_the_graph_trains_without_it(monkeypatch, caplog, mo
 
     monkeypatch.setattr(passes, "capture", refused)
     device, made = torch.device("cpu"), Model()
-    mine = passes.Passes(SimpleNamespace(module=made, device=device, holds=[]), mode)
+    mine = passes.Passes(SimpleNamespace(
+        module=made, device=device, holds=[], set_train_batch_size=lambda size: None,
+        train_micro_batch_size_per_gpu=lambda: 3), mode)
     batch = collate([Row(number, *[np.zeros(4, np.int64)] * 4) for number in range(3)])
     ones = torch.ones(())
     mine.begin({"targets": ones, "tokens": ones}, 2)

@@ -232,6 +232,16 @@ def test_files_of_other_projects_that_were_read_as_something_else(tmp_path):
             {"text": "a", "label": ""}], texts=["text"]))[0], "."))
 
 
+@pytest.mark.parametrize("text, said", [
+    ("M\ufffdnchen", "were lost"), ("sch\u00c3\u00b6n", "Latin-1"), ("Tom &amp; Jerry", "HTML"),
+    ("\u00c3o \u00c2ngela", "")])
+def test_look_counts_damaged_texts(tmp_path, text, said):
+    rows = [{"text": text, "label": "a"}, {"text": "&", "label": "b"}]
+    path = write_task(tmp_path, "classification", rows, texts=["text"])
+    found = {line for line in look(load_own_task(path)[0], ".") if line.startswith("  1 of them")}
+    assert len(found) == bool(said) and said in "".join(found)
+
+
 def test_a_file_that_only_begins_as_conll_2012_names_the_columns(tmp_path):
     path = tmp_path / "a.conll"
     path.write_text("#begin document x\nAnna B-PER\nist O\n#end document\n")

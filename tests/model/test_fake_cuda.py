@@ -146,10 +146,10 @@ def fake_card(monkeypatch):
     for stand_in in stand_ins:
         monkeypatch.setattr(*stand_in)
     monkeypatch.delenv(kernel_check.OFF, raising=False)
-    choose._pick.cache_clear()
+    choose.pick.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True), OneDevice():
         yield
-    choose._pick.cache_clear()
+    choose.pick.cache_clear()
 
 
 def built(make: Callable[[], torch.nn.Module], precision: str) -> torch.nn.Module:

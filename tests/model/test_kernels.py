@@ -30,11 +30,11 @@ def card(monkeypatch):
         verdict = kernel_check.Verdict(passed, "checked" if passed else "on node1: off by 1.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(kernel_check, "check", lambda *arguments: verdict)
-        choose._pick.cache_clear()
+        choose.pick.cache_clear()
 
     pretend()
     yield pretend
-    choose._pick.cache_clear()
+    choose.pick.cache_clear()
 
 
 def request(idea: str, device=GPU, dtype=HALF, **more) -> Request:
@@ -46,8 +46,9 @@ def request(idea: str, device=GPU, dtype=HALF, **more) -> Request:
 @pytest.mark.parametrize("idea", IDEAS)
 def test_on_a_cpu_torchs_operators_run(card, idea):
     choice = pick(idea, request(idea, CPU))
-    assert choice.name == {"attention": "tiled", "cross-entropy": "chunked", "dropout": "hash",
-                           "projections": "separate"}.get(idea, "torch")
+    assert choice.kernel.name == {
+        "attention": "tiled", "cross-entropy": "chunked", "dropout": "hash",
+        "projections": "separate"}.get(idea, "torch")
     assert choice.why == "not fused: no GPU"
 
 
@@ -67,9 +68,9 @@ def test_on_a_card_triton_runs_or_nothing_does(card):
     """A run whose kernel failed went on, 6 times slower, and another rank's word was lost."""
     for idea in IDEAS[:4]:
         choice = pick(idea, request(idea))
-        assert (choice.name, choice.why) == ("fused", "checked")
-    assert pick("projections", request("projections")).name == "fused"
-    assert pick("dropout", request("dropout")).name == "fused"
+        assert (choice.kernel.name, choice.why) == ("fused", "checked")
+    assert pick("projections", request("projections")).kernel.name == "fused"
+    assert pick("dropout", request("dropout")).kernel.name == "fused"
     card(passed=False)
     for idea, remedy in zip(IDEAS[:4], ("--model.attention=dense", "--model.cross_entropy=chunked",
                                         "set DEBERTA_DS_KERNELS=0", "DEBERTA_DS_KERNELS=0"),
@@ -77,7 +78,7 @@ def test_on_a_card_triton_runs_or_nothing_does(card):
         with pytest.raises(UserError, match="(?s)the fused kernel fails its check on node1: "
                                             f"off by 1.0\n.*{remedy}"):
             pick(idea, request(idea))
-    assert pick("attention", request("attention"), "dense").name == "dense"
+    assert pick("attention", request("attention"), "dense").kernel.name == "dense"
 
 
 @pytest.mark.parametrize("idea, more, reason", [
@@ -91,7 +92,7 @@ def test_on_a_card_triton_runs_or_nothing_does(card):
     ("projections", {"obstacle": "ZeRO-3"}, "ZeRO-3")])
 def test_what_cannot_run_says_why(card, idea, more, reason):
     choice = pick(idea, request(idea, **more))
-    assert choice.name not in ("fused", "shared") and f": {reason}" in choice.why
+    assert choice.kernel.name not in ("fused", "shared") and f": {reason}" in choice.why
     if idea in choose.OPTIONS:
         with pytest.raises(UserError, match=f"= 'fused' cannot run here: {reason}; use 'auto' or "):
             pick(idea, request(idea, **more), "fused")
@@ -108,7 +109,7 @@ def test_an_old_card_or_a_variable_rules_out_triton(card, monkeypatch):
 def test_kernels_by_name(card):
     for mode in ("dense", "reference", "tiled"):
         choice = pick("attention", request("attention", CPU), mode)
-        assert (choice.name, choice.why) == (mode, f"attention = '{mode}'")
+        assert (choice.kernel.name, choice.why) == (mode, f"attention = '{mode}'")
     with pytest.raises(UserError, match="choose one of auto, fused, tiled, reference, dense"):
         pick("attention", request("attention", CPU), "flash")
     with pytest.raises(UserError, match="cross_entropy = 'fused' cannot run here: no GPU"):
@@ -133,7 +134,18 @@ def test_choices_of_a_model_in_a_line(card):
 
 
 def test_the_documentation_has_this_table():
+    """But for the last column, which says in words what a kernel needs."""
     text = (Path(__file__).parents[2] / "docs/explanation/attention.md").read_text()
-    written = [line for line in text.splitlines() if line.startswith(tuple(
-        f"| {idea} | `" for idea in IDEAS))]
-    assert written == choose.table()
+    where = {"cuda": "GPU", "cpu": "CPU", "": "everywhere else"}
+    rows = [f"| {one.idea} | `{one.name}` | "
+            f"{'only by name' if one.by_name_only else where[one.device]} | "
+            f"{choose.names_of(one.dtypes) if one.dtypes else 'any'}" for one in choose.KERNELS]
+    assert [line.rsplit(" | ", 1)[0] for line in text.splitlines()
+            if line.startswith(tuple(f"| {idea} | `" for idea in IDEAS))] == rows
+
+
+def test_a_kernel_without_a_position_term_gives_way(card, monkeypatch):
+    fused, *others = choose.KERNELS
+    monkeypatch.setattr(choose, "KERNELS", (fused._replace(terms=1), *others))
+    choice = pick("attention", request("attention"))
+    assert choice.why == "not fused: it lacks a position term; not tiled: it is for cpu"

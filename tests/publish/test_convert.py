@@ -61,9 +61,13 @@ def test_a_state_with_the_tie_of_older_transformers_is_read(tmp_path):
         read_release(source)
 
 
-@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification",
-                                  "ForTokenClassification", "ForQuestionAnswering"])
-@pytest.mark.parametrize("family", ["v1", "v2", "v3", "mdeberta"])
+HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
+         "ForQuestionAnswering")
+
+
+@pytest.mark.parametrize(("family", "head"), [
+    *(("v1", head) for head in HEADS), *(("v3", head) for head in HEADS),
+    *(("v2", head) for head in HEADS[:2]), ("mdeberta", "Model")])
 def test_hugging_face_round_trip_is_bit_identical(tmp_path, family, head):
     model = transformers_model(family, head)
     model.save_pretrained(tmp_path / "source")

@@ -17,7 +17,6 @@ from export_cases import (
     run_config,
     same_networks,
     started,
-    with_classifier,
 )
 from hugging_face_models import decoded_by_transformers
 
@@ -100,25 +99,15 @@ def test_check_notices_another_model(tmp_path):
         read_back.check_tensors(release, tmp_path)
 
 
-def test_fine_tuned_classifier_loads_in_transformers(tmp_path):
-    release = with_classifier(make_release("v3"))
-    write_ours(release, tmp_path / "ours")
-    convert.convert(tmp_path / "ours", tmp_path / "hf", "hf")
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
-    assert model.num_labels == 3
-    assert torch.equal(model.classifier.weight, release.main.tensors["classifier.weight"])
-
-
-@pytest.mark.parametrize("buckets", [16, 15])
-@pytest.mark.parametrize("family", ["v1", "v1_key_bias", "v2", "v3"])
+@pytest.mark.parametrize(("family", "buckets"), [("v1", 0), ("v1_key_bias", 0), ("v2", 16),
+                                                 ("v3", 16), ("v3", 15)])
 def test_exported_model_agrees_beyond_the_reach_of_the_relative_table(
         tmp_path, family, buckets, monkeypatch):
     """transformers reads other rows than the official code there; 1e-2 apart without the mending.
 
     An odd number of buckets leaves two rows on one side, and one on the other, that nobody trains.
     """
-    if family in ("v2", "v3"):
-        monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {"position_buckets": buckets})
+    monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {"position_buckets": buckets})
     release = make_release(family)
     write_hugging_face(release, tmp_path)
     theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
@@ -134,8 +123,8 @@ def test_exported_model_agrees_beyond_the_reach_of_the_relative_table(
     same_networks(release, read_release(tmp_path / "ms"))
 
 
-@pytest.mark.parametrize("precision, dtype", [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_an_export_in_16_bits_holds_the_rounded_weights(tmp_path, precision, dtype):
+def test_an_export_in_16_bits_holds_the_rounded_weights(tmp_path):
+    precision, dtype = "bf16", torch.bfloat16  # fp16: test_a_weight_that_fp16_cannot_hold_is_named
     write_ours(make_release("v3"), tmp_path / "ours")
     convert.convert(tmp_path / "ours", tmp_path / "hf", "hf", precision=precision)
     found, source = read_release(tmp_path / "hf"), read_release(tmp_path / "ours")
@@ -160,7 +149,7 @@ def test_a_weight_that_fp16_cannot_hold_is_named(tmp_path):
         release.store_in("fp16")
 
 
-@pytest.mark.parametrize("longest", [3, 64, 100, 129, 130])
+@pytest.mark.parametrize("longest", [3, 64, 129, 130])
 def test_more_buckets_than_distances_are_written_as_a_row_a_distance(
         tmp_path, longest, monkeypatch):
     """transformers divides by log((max - 1) / (buckets / 2)): at 64 to 128 of 256 buckets the
@@ -203,17 +192,6 @@ def test_a_model_of_the_form_of_bert_is_written(tmp_path, to, monkeypatch):
     write_ours(release, tmp_path / "ours")
     average([tmp_path / "ours", tmp_path / "out"])  # one shape
     assert started(run_config("v3", "mlm"), tmp_path / "out")[0]
-
-
-def test_exported_encoder_loads_under_a_new_head(tmp_path):
-    release = make_release("v3")
-    write_hugging_face(release, tmp_path)
-    model, info = transformers.AutoModelForTokenClassification.from_pretrained(
-        tmp_path, num_labels=5, output_loading_info=True)
-    assert {key.split(".")[0] for key in info["missing_keys"]} == {"classifier"}
-    assert not info["unexpected_keys"]
-    assert torch.equal(model.deberta.embeddings.word_embeddings.weight,
-                       release.main.tensors["words.weight"])
 
 
 TEXTS = [*SENTENCES, "", "   ", "a\tb\n\nc", "caf\u00e9 cafe\u0301 \ufb01ne", "\u3000x\u00a0y",
@@ -359,12 +337,6 @@ def test_source_of_another_shape_is_refused(tmp_path):
     write_hugging_face(make_release("v2"), tmp_path)
     with pytest.raises(UserError, match="conv_kernel = 0 \\(source: 3\\)"):
         started(run_config("v3"), tmp_path)
-
-
-def test_training_output_and_export_are_the_same_release(tmp_path):
-    release = make_release("mdeberta")
-    write_hugging_face(release, tmp_path)
-    same_networks(release, read_release(tmp_path))
 
 
 def test_a_position_term_without_a_place_in_the_format_is_refused():

@@ -25,9 +25,10 @@ def test_it_fills_gaps(text, word):
 
 
 def test_it_prefers_grammatical_sentences():
+    model = load(MODEL)
     pairs = [json.loads(line) for line in (ROOT / "launch/runs/minimal_pairs.jsonl").open()]
     for kind, least in (("determiner_noun_agreement", 0.95), ("irregular_forms", 0.95),
                         ("anaphor_agreement", 0.75), ("island_effects", 0.7)):
         chosen = [pair for pair in pairs if pair["phenomenon"] == kind]
-        scores = load(MODEL).score([(x["sentence_good"], x["sentence_bad"]) for x in chosen])
+        scores = model.score([(x["sentence_good"], x["sentence_bad"]) for x in chosen])
         assert (scores["pll_word"][:, 0] > scores["pll_word"][:, 1]).mean() >= least, kind

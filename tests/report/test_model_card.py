@@ -30,13 +30,21 @@ from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import task_named
 
 
-def exported(tmp_path, source=None, family="v3", kind="rtd", **said):
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Exports without a card: {kind: (directory, summary)}."""
+    root, found = tmp_path_factory.mktemp("exports"), {}
+    for family, kind in (("v3", "rtd"), ("v2", "mlm")):
+        write_ours(make_release(family, kind), root / f"{kind}-ours")
+        found[kind] = root / kind, convert(root / f"{kind}-ours", root / kind, "hf")
+    return found
+
+
+def exported(exports, tmp_path, source, kind="rtd", **said):
     """Return (card, its metadata) of an exported model, which `source` says it came from."""
-    if not (tmp_path / "ours").exists():
-        write_ours(make_release(family, kind), tmp_path / "ours")
-    summary = convert(tmp_path / "ours", tmp_path / "out", "hf")
-    path = model_card.write_card(source or tmp_path / "ours", tmp_path / "out", summary, "me/mine",
-                                 model_card.Publisher(**said))
+    directory, summary = exports[kind]
+    out = shutil.copytree(directory, tmp_path / "out", dirs_exist_ok=True)
+    path = model_card.write_card(source, out, summary, "me/mine", model_card.Publisher(**said))
     text = path.read_text()
     return text, yaml.safe_load(text.split("---")[1])
 
@@ -65,10 +73,10 @@ def make_checkpoint(directory):
     return directory
 
 
-def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
+def test_a_card_names_data_tokens_scores_and_the_generator(exports, tmp_path):
     run = make_checkpoint(tmp_path / "run")
     (run / "best").symlink_to("checkpoints/step-00000040")  # of it a card had no scores
-    text, metadata = exported(tmp_path, run / "best")
+    text, metadata = exported(exports, tmp_path, run / "best")
     (index,) = metadata.pop("model-index")
     assert index["results"][0]["metrics"][1] == {"type": "roc_auc", "name": "ROC-AUC",
                                                  "value": 0.444444}
@@ -94,10 +102,10 @@ def test_a_card_is_of_the_checkpoint_that_was_exported(tmp_path, monkeypatch):
     assert given == [run / "checkpoints/step-00000040"]
 
 
-def test_a_card_says_what_its_publisher_says(tmp_path):
+def test_a_card_says_what_its_publisher_says(exports, tmp_path):
     """Its corpora had the names of local paths."""
     run = make_checkpoint(tmp_path / "run")
-    text, metadata = exported(tmp_path, run, license="apache-2.0", language=["de"],
+    text, metadata = exported(exports, tmp_path, run, license="apache-2.0", language=["de"],
                               dataset=["me/web", "me/books"])
     assert metadata["license"] == "apache-2.0" and metadata["language"] == ["de"]
     assert metadata["datasets"] == ["me/web", "me/books"] and "| me/web | 75.0%" in text
@@ -107,13 +115,13 @@ def test_a_card_says_what_its_publisher_says(tmp_path):
     one = model_card.Publisher(dataset=["me/web"])
     with pytest.raises(UserError, match=r"1 name, but the run has 2 \(data.sources: .*other"):
         model_card.check_publisher(run, one)
-    text, _ = exported(tmp_path / "unsaid", language=["xx"])
+    text, _ = exported(exports, tmp_path / "unsaid", tmp_path, language=["xx"])
     assert "1, 2, [MASK], 4, 5" in text and "Paris" not in text
 
 
-def test_code_of_a_card_runs(tmp_path, monkeypatch):
+def test_code_of_a_card_runs(exports, tmp_path, monkeypatch):
     """The snippets are run as they stand, on a discriminator with its generator."""
-    text, _ = exported(tmp_path)
+    text, _ = exported(exports, tmp_path, tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "me").mkdir()
     (tmp_path / "out").rename(tmp_path / "me" / "mine")
@@ -123,18 +131,17 @@ def test_code_of_a_card_runs(tmp_path, monkeypatch):
         assert "states" not in values or values["states"].shape[-1] == 32
 
 
-def test_a_discriminator_in_a_fill_mask_pipeline_warns(tmp_path, caplog):
+def test_a_discriminator_in_a_fill_mask_pipeline_warns(exports, caplog):
     """What the card says of transformers is true: its own warning names the head as new."""
     from transformers import pipeline
 
-    exported(tmp_path)
-    pipeline("fill-mask", str(tmp_path / "out"))
+    pipeline("fill-mask", str(exports["rtd"][0]))
     assert re.search(r"cls.predictions.*MISSING", caplog.text)
     assert "newly initialized" in caplog.text
 
 
-def test_cards_of_a_masked_lm_and_of_a_fine_tuned_model(tmp_path):
-    text, metadata = exported(tmp_path, family="v2", kind="mlm")
+def test_cards_of_a_masked_lm_and_of_a_fine_tuned_model(exports, tmp_path):
+    text, metadata = exported(exports, tmp_path, tmp_path, "mlm")
     assert "masked-lm" in metadata["tags"] and "pipeline_tag" not in metadata
     assert "filled by this model" in text and "discriminator" not in text
     saved_model(tmp_path / "seed-1" / "model", "CB")
@@ -309,23 +316,13 @@ def files_to_push(out: Path) -> dict[str, bytes]:
             if path.is_file() and path.name != "conversion.json"}
 
 
-def test_push_uploads_every_file_in_one_commit(tmp_path, stand_in):
-    exported(tmp_path)
-    out = tmp_path / "out"
-    assert hf.push(out, "me/mine", private=True) == f"{stand_in.url}/me/mine/commit/1"
-    written = files_to_push(out)
-    assert stand_in.state["files"] == written
-    assert stand_in.state["created"]["visibility"] == "private"
-    assert set(stand_in.state["tokens"]) == {"Bearer hf_test"}
-
-
-def test_a_refused_push_says_what_to_do(tmp_path, stand_in):
-    exported(tmp_path)
+def test_a_refused_push_says_what_to_do(exports, stand_in):
+    out = exports["rtd"][0]
     stand_in.state["refuse"] = True
     with pytest.raises(UserError, match="the Hub did not take it .*403.*hf auth login") as refused:
-        hf.push(tmp_path / "out", "me/mine", private=True)
+        hf.push(out, "me/mine", private=True)
     # To the letter it made a public repository, with the paths of this machine in it.
-    assert str(refused.value).endswith("/out --private --exclude conversion.json`")
+    assert str(refused.value).endswith(f"{out} --private --exclude conversion.json`")
     assert stand_in.state["files"] == {}
     with pytest.raises(UserError, match="--push me/my/model"):
         hf.check_repository("me/my/model")
@@ -347,7 +344,7 @@ def test_export_with_onnx_and_push_uploads_all_of_it(tmp_path, large_files, monk
     write_ours(make_release("v3"), tmp_path / "ours")
     out = tmp_path / "out"
     monkeypatch.setattr("sys.argv", ["export.py", "--run", str(tmp_path / "ours"), "--out",
-                                     str(out), "--onnx", "int8", "--push", "me/mine"])
+                                     str(out), "--onnx", "int8", "--push", "me/mine", "--private"])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "launch/export.py"), run_name="__main__")
     assert end.value.code == 0
@@ -355,17 +352,18 @@ def test_export_with_onnx_and_push_uploads_all_of_it(tmp_path, large_files, monk
     assert {"onnx/model.onnx", "onnx/model_quantized.onnx", "generator/onnx/model.onnx"
             } <= written.keys()
     assert large_files.state["files"] == written
+    assert large_files.state["created"]["visibility"] == "private"
+    assert set(large_files.state["tokens"]) == {"Bearer hf_test"}
     assert set(large_files.state["large"].values()) == {
         data for path, data in written.items() if path.endswith((".safetensors", ".onnx"))}
     assert f"pushed to {large_files.url}/me/mine/commit/1" in capsys.readouterr().out
 
 
-def test_a_push_whose_large_file_is_refused_is_one_error(tmp_path, large_files):
+def test_a_push_whose_large_file_is_refused_is_one_error(exports, large_files):
     """huggingface_hub wraps it as a RuntimeError, which ended as a traceback."""
-    exported(tmp_path)
     large_files.state["large"] = None
     with pytest.raises(UserError, match="the Hub did not take it .*hf auth login"):
-        hf.push(tmp_path / "out", "me/mine")
+        hf.push(exports["rtd"][0], "me/mine")
     assert large_files.state["files"] == {}
 
 

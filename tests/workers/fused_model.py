@@ -18,6 +18,7 @@ from interpret_bf16 import patch
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Row, collate
+from deberta_ds.model.choose import pick
 from deberta_ds.model.init import init_parameters
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.mlm import MlmModel
@@ -72,8 +73,10 @@ def main() -> None:
     interpreted = kernel_check.interpreted
     for name in CASES:
         kernel_check.interpreted = lambda: False
+        pick.cache_clear()
         right = run(name, False)
         kernel_check.interpreted = interpreted
+        pick.cache_clear()
         found = run(name, True)
         scale = max(x.norm().item() for x in right[1:])
         errors = [(a.double() - b.double()).norm().item() / max(b.norm().item(), 1e-3 * scale)

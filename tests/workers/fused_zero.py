@@ -20,6 +20,7 @@ from fused_model import CONFIG, batch_of_a_packed_row
 
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
+from deberta_ds.model.choose import pick
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.training.step import train_step
 
@@ -37,6 +38,7 @@ def settings(stage: int) -> dict:
 def run(stage: int, fused: bool) -> list[torch.Tensor]:
     """Return the losses of two steps, and how far each parameter moved."""
     kernel_check.interpreted = lambda: fused
+    pick.cache_clear()
     paths = ("fused", "fused") if fused else ("reference", "chunked")
     model = replace(CONFIG, attention=paths[0], cross_entropy=paths[1])
     given, _ = run_config.load("launch/runs/v3_base.toml", ARGUMENTS)

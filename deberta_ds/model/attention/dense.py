@@ -21,10 +21,9 @@ from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.skew import ALIGNED, skewed_view
 
 
-def dense_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
-                    pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
-                    query_positions_BQ: Tensor | None, dropout: float, seed: Tensor | None
-                    ) -> Tensor:
+def dense_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *tables: Tensor | None,
+                    geometry: Geometry, segments_BL: Tensor, query_positions_BQ: Tensor | None,
+                    dropout: float, seed: Tensor | None) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`."""
     batch, heads, queries, size = q_BHQD.shape
     keys, columns_BQ, query_segments_BQ = k_BHLD.shape[2], None, segments_BL
@@ -37,7 +36,7 @@ def dense_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD:
     with torch.autocast(q_BHQD.device.type, enabled=False):
         q_GQD, k_GLD, v_GLD = (x.transpose(0, 1).reshape(heads * batch, -1, size)
                                for x in (q_BHQD, k_BHLD, v_BHLD))
-        scores_GQL = _scores(q_GQD, k_GLD, pos_key_HSD, pos_query_HSD, geometry, columns_BQ)
+        scores_GQL = _scores(q_GQD, k_GLD, *tables, geometry=geometry, columns_BQ=columns_BQ)
         scores_HBQL = scores_GQL.view(heads, batch, queries, keys)
         probs_HBQL = scores_HBQL.masked_fill_(masked_BQL, -math.inf).softmax(-1)
         if dropout > 0:
@@ -50,7 +49,8 @@ def dense_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD:
 
 
 def _scores(q_GQD: Tensor, k_GLD: Tensor, pos_key_HSD: Tensor | None,
-            pos_query_HSD: Tensor | None, geometry: Geometry, columns_BQ: Tensor | None) -> Tensor:
+            pos_query_HSD: Tensor | None, *, geometry: Geometry, columns_BQ: Tensor | None
+            ) -> Tensor:
     """Return the scaled scores [G,Q,L]; columns_BQ None: query i is at column i."""
     keys = k_GLD.shape[1]
     scale = score_scale(q_GQD.shape[2], pos_key_HSD, pos_query_HSD)
@@ -91,3 +91,38 @@ def _products(x_GXD: Tensor, table_HSD: Tensor, keys: int, geometry: Geometry, s
 def _product(left_GXD: Tensor, right_GDY: Tensor, scale: float) -> Tensor:
     """Return scale * left @ right, rounded once."""
     return torch.baddbmm(left_GXD.new_zeros(()), left_GXD, right_GDY, beta=0, alpha=scale)
+
+
+def attend_cls(q_BH1D: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
+               pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
+               dropout: float = 0.0, seed: Tensor | None = None) -> Tensor:
+    """Return the context [B,1,H,D] of the [CLS] query alone, in the dtype of `v`; scores and
+    softmax are fp32.
+
+    For the last layer below a head that reads only [CLS]: scores are matrix-vector products and
+    need no tiles. The query is at column 0, so the relative distance to key j is -j. The other
+    arguments are those of `attend`. A row that begins with padding gives 0.
+    """
+    batch, heads, keys, size = k_BHLD.shape
+    compute = torch.promote_types(q_BH1D.dtype, torch.float32)
+    # By indexing: index_select adds up gradients of repeated slots in any order on a GPU.
+    slots_L = geometry.slots(-torch.arange(keys, device=k_BHLD.device))
+    with torch.autocast(k_BHLD.device.type, enabled=False):
+        q, k = q_BH1D.to(compute), k_BHLD.to(compute)
+        sum_BHLD = q  # (q + pos_query) . k + q . pos_key, in two products
+        if pos_query_HSD is not None:
+            sum_BHLD = q + pos_query_HSD.to(compute)[:, slots_L]
+        scores_BHL = (sum_BHLD * k).sum(-1)
+        if pos_key_HSD is not None:
+            table_HLD = pos_key_HSD.to(compute)[:, slots_L]
+            scores_BHL = scores_BHL + (q @ table_HLD.transpose(1, 2)).squeeze(2)
+        scores_BHL = scores_BHL * score_scale(size, pos_key_HSD, pos_query_HSD)
+        allowed_BL = (segments_BL == segments_BL[:, :1]) & (segments_BL != 0)
+        masked_B1L = ~allowed_BL[:, None]
+        probs_BHL = scores_BHL.masked_fill(masked_B1L, -math.inf).softmax(-1)
+        probs_BH1L = probs_BHL.masked_fill(masked_B1L, 0.0).unsqueeze(2)
+        if dropout > 0:
+            assert seed is not None
+            kept_BH1L = keep_pairs(seed, batch, heads, 1, keys, dropout)
+            probs_BH1L = probs_BH1L * kept_BH1L / (1 - dropout)
+        return (probs_BH1L.to(v_BHLD.dtype) @ v_BHLD).transpose(1, 2)

@@ -22,6 +22,7 @@ from deberta_ds.model.attention.dropout import (
 )
 from deberta_ds.model.attention.segments import KeySpan
 
+ROWS_ARE_KEYS = (False, True)  # of the position terms: content to position, position to content
 _KEY_ROWS = 512  # of gathered queries at once
 _TILE_BYTES = 1 << 21  # of scores, per thread
 
@@ -33,8 +34,7 @@ class Inputs:
     q_BHQD: Tensor
     k_BHLD: Tensor
     v_BHLD: Tensor
-    c2p: skew.PositionTerm | None  # content to position: rows are queries; scaled
-    p2c: skew.PositionTerm | None  # position to content: rows are keys; scaled
+    terms: list[skew.PositionTerm | None]  # scaled
     scale: float
     dropout: float
     bits: tuple[Tensor, Tensor] | None  # for dropout, of queries and of blocks of keys
@@ -159,10 +159,9 @@ def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
     """Return the softmax [G,X,Y] of a tile; dropped pairs carry a minus sign."""
     q, k = operands(inputs, tile)
     scores = _scaled_product(q, k.transpose(1, 2), inputs.scale)  # fresh: backward may keep it
-    if inputs.c2p:
-        _add(inputs, inputs.c2p, scores, q, tile, transposed=False)
-    if inputs.p2c:
-        _add(inputs, inputs.p2c, scores, k, tile, transposed=True)
+    for term, of_keys in zip(inputs.terms, ROWS_ARE_KEYS, strict=True):
+        if term:
+            _add(inputs, term, scores, k if of_keys else q, tile, of_keys)
     masked_RXY = tile.masked
     by_rows = scores.unflatten(0, (-1, tile.group.num_rows))
     if masked_RXY is not None:  # adding -inf is 10 x faster than a fill broadcast over heads
@@ -196,8 +195,7 @@ class Gradients:
 
     k_GYD: Tensor
     v_GYD: Tensor
-    c2p_table_GCD: Tensor | None  # of the scaled tables
-    p2c_table_GCD: Tensor | None
+    tables_GCD: list[Tensor | None]  # of the scaled tables
 
 
 def add_gradients(inputs: Inputs, tile: Tile, probs: Tensor, out_grad: Tensor, total: Gradients
@@ -221,10 +219,10 @@ def add_gradients(inputs: Inputs, tile: Tile, probs: Tensor, out_grad: Tensor, t
     torch.ops.aten._softmax_backward_data.out(grad, probs, -1, probs.dtype, grad_input=grad)
     q_grad = _scaled_product(grad, k, inputs.scale)
     total.k_GYD.baddbmm_(grad.transpose(1, 2), q, alpha=inputs.scale)
-    if inputs.c2p:
-        _collect(inputs, inputs.c2p, grad, q, tile, False, q_grad, total.c2p_table_GCD)
-    if inputs.p2c:
-        _collect(inputs, inputs.p2c, grad, k, tile, True, total.k_GYD, total.p2c_table_GCD)
+    for term, of_keys, table in zip(inputs.terms, ROWS_ARE_KEYS, total.tables_GCD, strict=True):
+        if term:
+            x, x_grad = (k, total.k_GYD) if of_keys else (q, q_grad)
+            _collect(inputs, term, grad, x, tile, of_keys, x_grad, table)
     return q_grad
 
 

@@ -22,6 +22,7 @@ from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.segments import SHORT_ROWS, KeySpan, split_into_spans
 from deberta_ds.model.attention.skew import PositionTerm, Scratch, expansion, make_term, own_scratch
 from deberta_ds.model.attention.tile import (
+    ROWS_ARE_KEYS,
     Gradients,
     Inputs,
     add_gradients,
@@ -34,23 +35,22 @@ from deberta_ds.model.cpu import mkl_matmuls
 KEEP_LENGTH = 512  # spans up to this long keep their probabilities for backward
 
 
-def tiled_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
-                    pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
-                    query_positions_BQ: Tensor | None, dropout: float, seed: Tensor | None
-                    ) -> Tensor:
+def tiled_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *tables: Tensor | None,
+                    geometry: Geometry, segments_BL: Tensor, query_positions_BQ: Tensor | None,
+                    dropout: float, seed: Tensor | None) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`."""
     if query_positions_BQ is not None and k_BHLD.shape[2] <= SHORT_ROWS:
-        return dense_attention(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD,
-                               geometry=geometry, segments_BL=segments_BL,
-                               query_positions_BQ=query_positions_BQ, dropout=dropout, seed=seed)
+        return dense_attention(q_BHQD, k_BHLD, v_BHLD, *tables, geometry=geometry,
+                               segments_BL=segments_BL, query_positions_BQ=query_positions_BQ,
+                               dropout=dropout, seed=seed)
     dtype = q_BHQD.dtype
     spans = split_into_spans(segments_BL, query_positions_BQ)
     clip = query_positions_BQ is None
     with torch.autocast(q_BHQD.device.type, enabled=False):
         tensors = [None if x is None else x.to(dtype)
-                   for x in (q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD)]
+                   for x in (q_BHQD, k_BHLD, v_BHLD, *tables)]
         context_BHQD = _TiledAttention.apply(
-            *tensors, _Setting(geometry, spans, clip, dropout, seed))
+            _Setting(geometry, spans, clip, dropout, seed), *tensors)
     return context_BHQD.transpose(1, 2)
 
 
@@ -81,8 +81,8 @@ class _Setting:
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting):
-        inputs = _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting)
+    def forward(ctx, setting, q_BHQD, k_BHLD, v_BHLD, *tables):
+        inputs = _prepare(setting, q_BHQD, k_BHLD, v_BHLD, *tables)
         context_BHQD = _like_flat(q_BHQD, setting.all_queries(q_BHQD))
         kept = []
         training = any(ctx.needs_input_grad)
@@ -93,27 +93,25 @@ class _TiledAttention(torch.autograd.Function):
                     tile.store_queries(context_BHQD, context(inputs, tile, probs))
                     if training and _is_kept(group.span):
                         kept.append(probs)
-        leaves = (q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD)
-        ctx.save_for_backward(*leaves, *kept)
-        ctx.setting = setting
+        ctx.save_for_backward(q_BHQD, k_BHLD, v_BHLD, *tables, *kept)
+        ctx.setting, ctx.leaves = setting, 3 + len(tables)
         return context_BHQD
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_BHQD):
         saved = ctx.saved_tensors  # read once: checkpointing recomputes at each read
-        q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD = saved[:5]
-        kept = iter(saved[5:])
+        q_BHQD, k_BHLD, v_BHLD, *tables = saved[:ctx.leaves]
+        kept = iter(saved[ctx.leaves:])
         setting = ctx.setting
-        inputs = _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting)
+        inputs = _prepare(setting, q_BHQD, k_BHLD, v_BHLD, *tables)
         q_grad = _like_flat(q_BHQD, setting.all_queries(q_BHQD))
         k_grad, v_grad = (_like_flat(x, setting.all_keys(x)) for x in (k_BHLD, v_BHLD))
-        c2p_table = _table_sums(inputs.c2p, "c2p table", inputs.scratch)
-        p2c_table = _table_sums(inputs.p2c, "p2c table", inputs.scratch)
+        sums = [_table_sums(term, f"table {number}", inputs.scratch)
+                for number, term in enumerate(inputs.terms)]
         for group in groups(setting.spans, q_BHQD):
             total = Gradients(group.new_keys(k_BHLD), group.new_keys(v_BHLD),
-                              None if c2p_table is None else c2p_table[group.heads],
-                              None if p2c_table is None else p2c_table[group.heads])
+                              [None if x is None else x[group.heads] for x in sums])
             with _matmuls_of(group.span, k_BHLD.shape[2]):
                 for tile in group.tiles():
                     probs = next(kept) if _is_kept(group.span) else probabilities(inputs, tile)
@@ -121,9 +119,9 @@ class _TiledAttention(torch.autograd.Function):
                     tile.store_queries(q_grad, part)
             group.store_keys(k_grad, total.k_GYD)
             group.store_keys(v_grad, total.v_GYD)
-        c2p_grad = _table_gradient(inputs.c2p, c2p_table, inputs.scale, pos_key_HSD)
-        p2c_grad = _table_gradient(inputs.p2c, p2c_table, inputs.scale, pos_query_HSD)
-        return q_grad, k_grad, v_grad, c2p_grad, p2c_grad, None
+        grads = [_table_gradient(term, x, inputs.scale, table)
+                 for term, x, table in zip(inputs.terms, sums, tables, strict=True)]
+        return None, q_grad, k_grad, v_grad, *grads
 
 
 def _is_kept(span: KeySpan) -> bool:
@@ -136,23 +134,18 @@ def _matmuls_of(span: KeySpan, keys: int) -> AbstractContextManager:
     return nullcontext() if whole else mkl_matmuls()
 
 
-def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting) -> Inputs:
+def _prepare(setting: _Setting, q_BHQD, k_BHLD, v_BHLD, *tables) -> Inputs:
     """Expand the position tables and compute the random bits of dropout."""
     batch, heads, queries, size = q_BHQD.shape
     keys = k_BHLD.shape[2]
-    scale = score_scale(size, pos_key_HSD, pos_query_HSD)
+    scale = score_scale(size, *tables)
     longest = max((span.stop - span.start for span in setting.spans), default=1)
-    c2p = p2c = bits = None
-    if pos_key_HSD is not None:
-        expanded = expansion(setting.geometry, longest, True, setting.clip, q_BHQD)
-        c2p = make_term(expanded, pos_key_HSD, scale)
-    if pos_query_HSD is not None:
-        expanded = expansion(setting.geometry, longest, False, setting.clip, q_BHQD)
-        p2c = make_term(expanded, pos_query_HSD, scale)
-    if setting.dropout > 0:
-        bits = random_bits(setting.seed, batch, heads, queries, keys)
-    terms, scratch = (c2p, p2c), own_scratch()
-    return Inputs(q_BHQD, k_BHLD, v_BHLD, *terms, scale, setting.dropout, bits, scratch)
+    terms: list[PositionTerm | None] = []
+    for table_HSD, of_keys in zip(tables, ROWS_ARE_KEYS, strict=True):
+        expanded = expansion(setting.geometry, longest, not of_keys, setting.clip, q_BHQD)
+        terms.append(None if table_HSD is None else make_term(expanded, table_HSD, scale))
+    bits = random_bits(setting.seed, batch, heads, queries, keys) if setting.dropout else None
+    return Inputs(q_BHQD, k_BHLD, v_BHLD, terms, scale, setting.dropout, bits, own_scratch())
 
 
 def _like_flat(tensor_BHRD: Tensor, covered: bool) -> Tensor:

@@ -8,12 +8,14 @@ Legend: T target rows, V vocabulary; R rows, C columns; see `attention/dispatch.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deberta_ds.config.model import TERMS
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import reference_attention
 from deberta_ds.model.choose import Request, load
@@ -52,15 +54,16 @@ def _worst(found: Found) -> tuple[float, str]:
     return max(errors, key=lambda item: float("inf") if item[0] != item[0] else item[0])
 
 
-def _compared(fused: Callable, right: Callable, values: list[Tensor], grad: Tensor,
-              names: list[str]) -> Found:
+def _compared(what: str, names: str, fused: Callable, right: Callable, values: list[Tensor],
+              grad: Tensor) -> Found:
     """Return the result and all gradients of a kernel, beside those of a function in fp32."""
     both = []
     for function, given in ((fused, values), (right, [x.float() for x in values])):
         leaves = [x.detach().clone().requires_grad_() for x in given]
         out = function(*leaves)
         both.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
-    return list(zip(*both, names, strict=True))
+    words = ["result", *(f"gradient of {name}" for name in names.split())]
+    return list(zip(*both, [f"{word} of {what}" for word in words], strict=True))
 
 
 def attention(request: Request, fused: Callable | None = None) -> tuple[float, str]:
@@ -82,9 +85,8 @@ def _attention_of(request: Request, rows: Rows, fused: Callable) -> Found:
         values = torch.randn(*shape, generator=generator).to(device, dtype)
         return values.transpose(1, 2) if len(shape) == 4 else values
 
-    tensors = [sample(batch, queries, heads, size), sample(batch, length, heads, size),
-               sample(batch, length, heads, size),
-               *(sample(heads, GEOMETRY.num_slots, size) for one in request.terms if one)]
+    tensors = [sample(batch, count, heads, size) for count in (queries, length, length)]
+    tensors += [sample(heads, GEOMETRY.num_slots, size) for one in request.terms if one]
     grad = sample(batch, queries, heads, size).transpose(1, 2)
     segments = torch.ones(batch, length, dtype=torch.int32)
     segments[1:, length // 3 :] = 2
@@ -100,13 +102,11 @@ def _attention_of(request: Request, rows: Rows, fused: Callable) -> Found:
         return function(*leaves[:3], *given, geometry=GEOMETRY, segments_BL=segments.to(device),
                         query_positions_BQ=columns, dropout=rows.dropout, seed=seed)
 
-    tables = [name for name, one in zip(("position keys", "position queries"), request.terms,
-                                        strict=True) if one]
-    where = f"in {batch} rows of " + (f"{queries} of " if rows.gathered else "")
-    names = [f"{name} {where}{length} tokens" for name in
-             ("context", "queries", "keys", "values", *tables)]
-    return _compared(partial(run, partial(fused, keep_terms=True) if rows.keep else fused),
-                     partial(run, reference_attention), tensors, grad, names)
+    where = f"attention in {batch} rows of {queries} of {length} tokens"
+    names = " ".join(["queries keys values", *compress(TERMS, request.terms)])
+    return _compared(where, names, partial(run, partial(fused, keep_terms=True) if rows.keep
+                                           else fused), partial(run, reference_attention), tensors,
+                     grad)
 
 
 def cross_entropy(request: Request, fused: Callable | None = None) -> tuple[float, str]:
@@ -134,10 +134,9 @@ def cross_entropy(request: Request, fused: Callable | None = None) -> tuple[floa
             keep.append(sampled)
             return loss
 
-        names = [f"{name} at temperature {temperature}" for name in (
-            "loss", "gradient of the states", "of the table", "of the bias")]
-        found += _compared(partial(run, fused), partial(run, linear_cross_entropy), values,
-                           torch.ones((), device=device), names)
+        found += _compared(f"the loss at temperature {temperature}", "states table bias",
+                           partial(run, fused), partial(run, linear_cross_entropy), values,
+                           torch.ones((), device=device))
         same = (samples[0] == samples[1]).double().mean().item()
         if same < _LEAST_SAME_SAMPLES:
             return float("inf"), f"samples ({same:.1%} the same) at temperature {temperature}"
@@ -149,43 +148,32 @@ def norm(request: Request) -> tuple[float, str]:
     from deberta_ds.model.kernels import fused_norm
 
     device, sublayer, size = request[:3]
-    residual = request.state or sublayer
+    state, inner = request.state or sublayer, 4 * size  # of a feed-forward part
     generator = torch.Generator().manual_seed(size)
-    key = torch.tensor([123_456_789, 4_000_000_000], device=device)
-    mask = DropoutMask(key, round(0.1 * 2**32))
-
-    def sample(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    values = [sample(sublayer, _ROWS, size), sample(residual, _ROWS, size), sample(residual, size),
-              sample(residual, size)]
+    mask = DropoutMask(torch.tensor([123_456_789, 4_000_000_000], device=device),
+                       round(0.1 * 2**32))
     kept = mask.mask(torch.ones(_ROWS, size, device=device)) * mask.scale
-    grad = sample(residual, _ROWS, size)
-    inner = 4 * size  # of a feed-forward part
-    wide = [sample(sublayer, _ROWS, inner), sample(residual, inner)]
-    wide_grad = sample(sublayer, _ROWS, inner)
+    shapes = ((sublayer, _ROWS, size), (state, _ROWS, size), (state, size), (state, size),
+              (state, _ROWS, size), (sublayer, _ROWS, inner), (state, inner),
+              (sublayer, _ROWS, inner))
+    *values, grad, wide, inner_bias, wide_grad = [
+        torch.randn(*shape, generator=generator).to(device, dtype) for dtype, *shape in shapes]
 
-    def both(x_RC, y_RC, weight_C, bias_C):
-        once, again = fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, mask)
-        return once * 0.5 + again  # both uses
+    def fused(dropout: DropoutMask | None, x_RC, y_RC, weight_C, bias_C) -> Tensor:
+        once, again = fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, dropout)
+        return once * 0.5 + again if dropout else once  # both uses, or one
 
-    def evaluation(x_RC, y_RC, weight_C, bias_C):
-        return fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7)[0]
+    def plain(dropout: DropoutMask | None, x_RC, y_RC, weight_C, bias_C) -> Tensor:
+        sum_RC = (x_RC * kept if dropout else x_RC) + y_RC
+        return F.layer_norm(sum_RC, (size,), weight_C, bias_C, 1e-7) * (1.5 if dropout else 1)
 
-    def plain(x_RC, y_RC, weight_C, bias_C):
-        return F.layer_norm(x_RC + y_RC, (size,), weight_C, bias_C, 1e-7)
-
-    parts = ("result", "gradient of the sublayer", "of the state", "of the weight", "of the bias")
     found: Found = []
-    for fused, other, given, gradient, names in (
-            (both, lambda x, *others: plain(x * kept, *others).mul(1.5), values, grad,
-             [f"{part} of LayerNorm" for part in parts]),
-            (evaluation, plain, values, grad,
-             [f"{part} of LayerNorm without dropout" for part in parts]),
-            (lambda x: fused_norm.dropout(x, mask), lambda x: x * kept, values[:1], grad,
-             ["dropout", "its gradient"]),
-            (fused_norm.biased_gelu, lambda x, bias: F.gelu(x + bias), wide, wide_grad,
-             ["GELU", "its gradient", "its bias's gradient"])):
-        found += _compared(fused, other, given, gradient, names)
-    found.append((fused_norm.column_sums(wide[0]), wide[0].float().sum(0), "sums of columns"))
+    for what, dropout in (("LayerNorm", mask), ("LayerNorm without dropout", None)):
+        found += _compared(what, "sublayer state weight bias", partial(fused, dropout),
+                           partial(plain, dropout), values, grad)
+    found += _compared("dropout", "state", lambda x: fused_norm.dropout(x, mask),
+                       lambda x: x * kept, values[:1], grad)
+    found += _compared("GELU", "state bias", fused_norm.biased_gelu,
+                       lambda x, bias: F.gelu(x + bias), [wide, inner_bias], wide_grad)
+    found.append((fused_norm.column_sums(wide), wide.float().sum(0), "sums of columns"))
     return _worst(found)

@@ -67,17 +67,19 @@ def check(request: tuple, compare: Callable[..., tuple[float, str]]) -> Verdict:
     if missing := missing_tools():
         return _failed(device, missing)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    path, types = results_file(), f"{str(dtype)[6:]} into {str(state or dtype)[6:]}"
+    types = f"{str(dtype)[6:]} into {str(state or dtype)[6:]}"
     key = (f"{card}, torch {torch.__version__}, triton {metadata.version('triton')}, kernels "
            f"{_digest(SOURCES)}, {compare.__name__}, {types}, size {size}, {others}")
-    if key not in verdicts and key in (known := _read(path)):
-        verdicts[key] = Verdict(True, f"{known[key]}, kept in {path}")
+    path = results_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.txt"
+    if key not in verdicts and path.is_file():
+        verdicts[key] = Verdict(True, f"{path.read_text().strip()}, kept in {path}")
     if key not in verdicts:
         start = time.perf_counter()
         found = verdicts[key] = _run(request, compare)
         if found.passed:
             with suppress(OSError):  # a disk that is full: the next run checks again
-                write_atomic(path, json.dumps(_read(path) | {key: found.text}, indent=1) + "\n")
+                path.parent.mkdir(exist_ok=True)
+                write_atomic(path, found.text + "\n")
             seconds = time.perf_counter() - start
             verdicts[key] = Verdict(True, f"{found.text}, in {seconds:.1f} s")
     return verdicts[key]
@@ -146,9 +148,9 @@ def keep_on_this_node() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(temporary_directory() / "triton"))
 
 
-def results_file() -> Path:
-    """Return the file of passes on this node."""
-    return temporary_directory() / "kernels.json"
+def results_folder() -> Path:
+    """Return where passes are kept on this node, one file each."""
+    return temporary_directory() / "kernels"
 
 
 @cache
@@ -159,14 +161,6 @@ def _digest(sources: tuple[Path, ...]) -> str:
             source.rglob("*") if source.is_dir() else [source]) if path.suffix in (".py", ".json")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}  # none yet, or not readable: check again
-    return known if isinstance(known, dict) else {}
 
 
 if __name__ == "__main__":  # the process that `_run` starts
