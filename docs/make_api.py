@@ -26,7 +26,8 @@ def page() -> str:
         parts.append(_entry(kind.__name__, kind))
         parts += [_entry(f"{kind.__name__}.{name}", member, level=3)
                   for name, member in vars(kind).items() if not name.startswith("_")
-                  and (inspect.isfunction(member) or isinstance(member, property))]
+                  and (inspect.isfunction(member) or isinstance(member, property))
+                  and "in 0.2.0" not in (member.__doc__ or "")]  # an old name
     return "\n".join(parts)
 
 

@@ -168,7 +168,7 @@ def read_results(out: Path) -> dict:
 
 @dataclass(frozen=True)
 class Predictions:
-    """rows: a dict per row, as launch/predict.py writes it; scores: of labelled rows, or None."""
+    """rows: a dict per row, as launch/predict.py writes it; scores: of labeled rows, or None."""
 
     rows: list[dict[str, Any]]
     scores: dict[str, Any] | None

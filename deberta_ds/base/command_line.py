@@ -65,7 +65,7 @@ def columns() -> int:
 
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=columns() - 1)
+        super().__init__(prog, max_help_position=min(24, columns() // 4), width=columns() - 1)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         # A paragraph with an indented line holds commands, and is left as it is.

@@ -193,6 +193,16 @@ def test_the_package_is_imported_without_torch():
 
 
 @pytest.mark.slow
+def test_the_stored_outputs_of_a_notebook_are_what_it_prints(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    names: dict = {}
+    for cell in json.loads(Path("examples/look_at_a_model.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            capsys.readouterr()
+            exec(compile("".join(cell["source"]), "look_at_a_model", "exec"), names)
+            assert capsys.readouterr().out == "".join(cell["outputs"][0]["text"])
+
+
 def test_notebooks(process_group, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
