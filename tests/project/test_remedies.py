@@ -165,7 +165,6 @@ RUNS = [
     ({"model.conv_kernel": 2}, "must be odd, or 0", {"model.conv_kernel": 0}),
     ({"model.position_buckets": 1}, "at least 2, or 0", {"model.position_buckets": 2}),
     ({"model.preset": "tinny"}, "did you mean tiny", {"model.preset": "tiny"}),
-    ({"optim.lr": 1e-3}, "learning_rate", {"optim.lr": None, "optim.learning_rate": 1e-3}),
     ({"train.stepz": 3}, "did you mean train.steps", {"train.stepz": None, "train.steps": 30}),
     ({"data.seq_len": 4096}, "above model.max_position", {"model.max_position": 4096}),
     ({"optim.warmup_steps": 99}, "more than train.steps", {"train.steps": 99}),
