@@ -26,7 +26,7 @@ ORDER = [(1, "mlm", "transplanted"), (1, "mlm", "random"), (1, "mlm", "rows"),
          (1, "rtd", "transplanted"), (1, "rtd", "random"), (2, "mlm", "transplanted"),
          (2, "mlm", "random"), (2, "mlm", "rows"), (2, "rtd", "transplanted"), (2, "rtd", "random"),
          (1, "rtd", "rows"), (2, "rtd", "rows")]
-SCORES = {"mlm": ("masked_loss",), "rtd": ("generator_loss", "rtd_loss")}
+SCORES = {"mlm": ("masked_loss",), "rtd": ("generator_loss", "discriminator_loss")}
 RUN = """
 [data]
 sources = [{{ path = "{work}/train" }}]

@@ -69,7 +69,7 @@ class Save:
             self.problem = user_message(error) or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self.problem += ("; a save needs space for one checkpoint more than train.keep, "
-                                 "for two more with train.best_metric (in fine-tuning for two)")
+                                 "for two more with train.best_metric (in fine-tuning for three)")
         except Exception as error:  # a bug of ours, in a thread that nobody would hear
             self.problem = f"{type(error).__name__}: {error}"
             log.error("while a checkpoint was written", exc_info=True)

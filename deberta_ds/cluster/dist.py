@@ -6,18 +6,27 @@ Everything also works in a single process that never initialized a process group
 import hashlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from deberta_ds.base.errors import EXIT_USER_ERROR, UserError, listed, user_message
+from deberta_ds.base.errors import (
+    EXIT_USER_ERROR,
+    UserError,
+    interrupt,
+    listed,
+    tell,
+    user_message,
+)
 from deberta_ds.config.options import ConfigError
 
 _left_gloo = False
@@ -200,6 +209,36 @@ def check_alike(values: dict[str, Any]) -> None:
     raise ConfigError("the ranks of this job are not one run: another job may use its port, or a "
                       "node has other files or options. Start all ranks with the same: "
                       + listed(found))
+
+
+WAIT_SECONDS = 20.0  # for other ranks, before it is said
+
+
+@contextmanager
+def saying_who_waits() -> Iterator[None]:
+    """Say after WAIT_SECONDS what this rank waits for; meanwhile Ctrl-C ends it at once.
+
+    Python's own handler would have to wait as well: the waiting is torch's.
+    """
+    number, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    whom = "the other ranks" if number == "0" else "rank 0"
+    timer = threading.Timer(WAIT_SECONDS, tell, [
+        f"rank {number} of {size} waits for {whom} at {os.environ.get('MASTER_ADDR')}:"
+        f"{os.environ.get('MASTER_PORT')} (from MASTER_ADDR and MASTER_PORT; RANK and WORLD_SIZE "
+        "say which rank this is). If no other rank was started, unset these variables"])
+    timer.daemon = True
+    timer.start()
+    before = signal.getsignal(signal.SIGINT)
+    own = threading.current_thread() is threading.main_thread() and before in (
+        signal.default_int_handler, interrupt)
+    if own:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if own:
+            signal.signal(signal.SIGINT, before)
 
 
 # Before training, a rank that fails ends all ranks within seconds: none waits for one that left.

@@ -33,7 +33,7 @@ from deberta_ds.files.inputs import (
     revision_of,
     suffix_of,
 )
-from deberta_ds.files.remote import file_system, stamp_of, state_of
+from deberta_ds.files.remote import file_system, reached, stamp_of, state_of
 from deberta_ds.files.tables import TABLE_KINDS
 
 # Suffix: kind, as of readers.read_unit.
@@ -244,7 +244,7 @@ def _data_names(names: list[str]) -> list[str]:
 
 def _remote_files(name: str) -> list[tuple[str, int, str]]:
     """Return (URL, size, state) of the files that a remote file, directory or pattern names."""
-    try:
+    with reached(name, "cannot be listed", "check the address and the credentials"):
         filesystem, path = file_system(name)
         root = path.rstrip("/")
         if any(mark in path for mark in "*?["):
@@ -256,10 +256,6 @@ def _remote_files(name: str) -> list[tuple[str, int, str]]:
         if "/." not in path[len(root):]:  # a pattern may ask for hidden ones
             paths = [p for p in paths if "/." not in p[len(root):]]
         details = [filesystem.info(p) for p in sorted(paths)]
-    except UserError:
-        raise
-    except Exception as error:  # each file system has errors of its own, all about this input
-        raise UserError(f"{name}: cannot be listed ({type(error).__name__}: {error})") from error
     if not details:
         raise UserError(f"{name}: no such file or directory{looked_in(name)}")
     for detail in details:

@@ -6,7 +6,7 @@ seam is taken only where the text behind it, encoded as behind other text, gives
 its context.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -114,6 +114,12 @@ def left_out(counts: dict[str, int]) -> str:
     """
     return ", ".join(f"{name} {count:,}" for name, count in counts.items()
                      if count and name not in _KEPT)
+
+
+def add_up(total: dict[str, list[int]], more: Mapping[str, Sequence[int]]) -> None:
+    """Add to the counts of each name those of `more`."""
+    for name, counts in more.items():
+        total[name] = list(map(sum, zip(total.get(name, [0] * len(counts)), counts, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from deberta_ds.tokenizer.publish import publish, special_token
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tokenizer.spm import check_settings
 from deberta_ds.tokenizer.text import LETTERS, UNSPACED_LETTER
-from deberta_ds.tokenizer.words import byte_value
+from deberta_ds.tokenizer.words import byte_of
 
 _WORD = re.compile(f" ?(?:{LETTERS}|(?:{UNSPACED_LETTER})+)")
 _FIRST_CODE = 0x10000  # of the characters that stand for tokens while they are merged
@@ -80,7 +80,7 @@ def _learned(tokenizer: Tokenizer, specification: dict, words: Counter[str], cou
     """Return merges of a tokenizer's pieces in order, and the `count` new pieces that they give."""
     pieces = tokenizer.subwords(range(tokenizer.size))
     added = {token["content"] for token in specification["added_tokens"]}
-    barred = tokenizer.is_special() | np.array([byte_value(piece) is not None or piece in added
+    barred = tokenizer.is_special() | np.array([byte_of(piece) is not None or piece in added
                                                 for piece in pieces])
     fast = tokenizers.Tokenizer.from_str(json.dumps(specification))
     runs: Counter[str] = Counter()

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from deberta_ds.base.json_files import read_json
 from deberta_ds.base.user_code import OwnCodeError, call, digest, load, short_name
 from deberta_ds.corpus import quality
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
-from deberta_ds.corpus.encode import token_count
+from deberta_ds.corpus.encode import add_up, token_count
 from deberta_ds.corpus.filter_rules import FilterRules, language_of
 from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
 from deberta_ds.corpus.quality import Text, find_personal, without_lines
@@ -139,27 +139,21 @@ class Tally:
     def add(self, document: Document, verdict: Verdict, tokens: int = 0) -> None:
         """Count a document, of so many tokens before the filters."""
         sizes = (1, len(document.text), tokens)
-        self._count(self.documents, sizes)
+        self.documents = list(map(sum, zip(self.documents, sizes, strict=True)))
         if verdict.reason:
-            self._count(self.dropped.setdefault(verdict.reason, [0, 0, 0]), sizes)
+            add_up(self.dropped, {verdict.reason: sizes})
             self._keep(verdict.reason, document)
             return
-        for change, times in verdict.changes.items():
-            self._count(self.changed.setdefault(change, [0, 0]), (1, times))
+        add_up(self.changed, {change: (1, times) for change, times in verdict.changes.items()})
         if verdict.changes:
             self._keep(next(iter(verdict.changes)), document)
 
     def merge(self, other: "Tally") -> None:
-        self._count(self.documents, other.documents)
-        for mine, theirs in ((self.dropped, other.dropped), (self.changed, other.changed)):
-            for name, counts in theirs.items():
-                self._count(mine.setdefault(name, [0] * len(counts)), counts)
+        self.documents = list(map(sum, zip(self.documents, other.documents, strict=True)))
+        add_up(self.dropped, other.dropped)
+        add_up(self.changed, other.changed)
         for name, found in other.examples.items():
             self.examples[name] = heapq.nsmallest(self.most, self.examples.get(name, []) + found)
-
-    @staticmethod
-    def _count(counts: list[int], more: Sequence[int]) -> None:
-        counts[:] = map(sum, zip(counts, more, strict=True))
 
     def _keep(self, name: str, document: Document) -> None:
         order = xxhash.xxh3_64_intdigest(document.text.encode(errors="surrogatepass"))

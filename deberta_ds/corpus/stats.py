@@ -10,7 +10,7 @@ from deberta_ds.corpus.pack import manifest_of
 from deberta_ds.data.corpus import open_shard
 from deberta_ds.data.shards import Manifest, planned_lengths, read_rows_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer, unknown_tokens
-from deberta_ds.tokenizer.words import byte_value
+from deberta_ds.tokenizer.words import byte_of
 
 _CHUNK_TOKENS = 1 << 18
 # Of all tokens: more than this is said. Text in the tokenizer's languages stays far below.
@@ -96,7 +96,7 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     pieces = tokenizer.subwords(range(len(stats.frequencies)))
     tokens = max(1, int(stats.frequencies.sum()))
     in_bytes = sum(int(count) for piece, count in zip(pieces, stats.frequencies, strict=True)
-                   if byte_value(piece) is not None) / tokens  # a byte-level BPE has no such
+                   if byte_of(piece) is not None) / tokens  # a byte-level BPE has no such
     unknown = 0 if tokenizer.unk_id is None else int(stats.frequencies[tokenizer.unk_id])
     remedy = "another language or script than the tokenizer's? Train one on text like this"
     found = []

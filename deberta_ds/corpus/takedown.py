@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import link
+from deberta_ds.corpus.encode import add_up
 from deberta_ds.corpus.origins import (
     Origins,
     OriginWriter,
@@ -101,10 +102,9 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
     labels: dict[str, list[int]] = {}
     before = None  # a long document may lie here in several parts, which count as one
     for number, origin in zip(gone, table.take(pa.array(gone)).to_pylist(), strict=True):
-        row = labels.setdefault(origin["label"], [0, 0, 0])
-        row[0] += (origin["source"], origin["place"]) != before
-        row[1] += origin["characters"]
-        row[2] += int(begins[number + 1] - begins[number])
+        add_up(labels, {origin["label"]: [
+            (origin["source"], origin["place"]) != before, origin["characters"],
+            int(begins[number + 1] - begins[number])]})
         before = (origin["source"], origin["place"])
     if len(gone) == shard.documents:
         return {"shard": None, "labels": labels, "origins": None, "plans": {}, "hard_cuts": cuts}

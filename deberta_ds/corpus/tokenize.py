@@ -26,6 +26,7 @@ from deberta_ds.corpus.encode import (
     COUNTS,
     Cleaner,
     CleanOptions,
+    add_up,
     batches,
     check_problems,
     encode_joined,
@@ -265,8 +266,7 @@ def _manifest(results: list[dict], side: int, tokenizer: Tokenizer) -> Manifest:
     shards = tuple(ShardInfo(**info) for result in results for info in result["shards"][side])
     labels: dict[str, list[int]] = {}
     for result in results:
-        for label, row in result["labels"][side].items():
-            labels[label] = [a + b for a, b in zip(labels.get(label, [0, 0, 0]), row, strict=True)]
+        add_up(labels, result["labels"][side])
     counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
     counts |= {"documents": sum(shard.documents for shard in shards),
                "characters": sum(row[1] for row in labels.values()),
@@ -336,10 +336,8 @@ class _Rolling:
         for label, run in itertools.groupby(documents, attrgetter("label")):
             end = begin + len(list(run))
             whole = set(owners[begin:end])
-            row = self.labels.setdefault(label, [0, 0, 0])
-            row[0] += len(whole)
-            row[1] += sum([len(texts[owner]) for owner in whole])
-            row[2] += sum(lengths[begin:end])
+            add_up(self.labels, {label: [len(whole), sum([len(texts[owner]) for owner in whole]),
+                                         sum(lengths[begin:end])]})
             begin, written = end, written + len(whole)
         self._counts["empty"] += len(texts) - written
         self._counts["cut"] += len(documents) - written

@@ -25,7 +25,7 @@ from deberta_ds.base.errors import UserError, naming, still_at_work
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.splitmix import mix64
 from deberta_ds.corpus.documents import Extent, ReadOptions
-from deberta_ds.corpus.encode import Cleaner, CleanOptions
+from deberta_ds.corpus.encode import Cleaner, CleanOptions, add_up
 from deberta_ds.corpus.identity import check_unchanged, extents_of
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.recipe import TokenizerRecipe
@@ -92,9 +92,7 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
     with ProcessPoolExecutor(workers, FORK) as pool, still_at_work(lambda: "counting languages"):
         counted = pool.map(partial(_count, read=read, max_bad=max_bad), units)
         for counts in counted:
-            for label, (characters, size) in counts.items():
-                row = totals.setdefault(label, [0, 0])
-                row[:] = [row[0] + characters, row[1] + size]
+            add_up(totals, counts)
     if not totals:
         raise UserError(f"{units[0][0].path}: no text in it or in the other inputs")
     if totals.keys() == {""}:
@@ -114,13 +112,12 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
     return found
 
 
-def _count(unit: list[Extent], read: ReadOptions, max_bad: int) -> dict[str, tuple[int, int]]:
-    counts: dict[str, tuple[int, int]] = {}
+def _count(unit: list[Extent], read: ReadOptions, max_bad: int) -> dict[str, list[int]]:
+    counts: dict[str, list[int]] = {}
     cleaner = Cleaner(CleanOptions(max_bad=max_bad), is_read=True)
     for document in read_unit(unit, read):
         if text := cleaner.texts([document])[0]:
-            characters, size = counts.get(document.label, (0, 0))
-            counts[document.label] = characters + len(text), size + len(text.encode())
+            add_up(counts, {document.label: [len(text), len(text.encode())]})
     return counts
 
 

@@ -10,11 +10,9 @@ backward; initial values are set after construction, parameter by parameter, bec
 
 import math
 import os
-import signal
-import threading
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from importlib import import_module
@@ -26,7 +24,7 @@ import torch
 from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from torch import Tensor, nn
 
-from deberta_ds.base.errors import UserError, first_line, interrupt, tell
+from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.launcher import check_environment, meet_mpi, rank_variables
@@ -51,7 +49,6 @@ from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.build import build_model, held_parameters, objective_of
 from deberta_ds.tracking import log
 
-WAIT_SECONDS = 20.0  # for other ranks, before it is said
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
 # DeepSpeed asks every optimizer whether it is DeepSpeed's Muon (ours is another, see `muon`).
@@ -97,7 +94,7 @@ def init_distributed() -> torch.device:
     if dist.is_distributed():
         return device
     try:
-        with saying_who_waits():
+        with dist.saying_who_waits():
             deepspeed.init_distributed(verbose=False)
     except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
         remedy = ("choose a free port (--master_port of deepspeed and torchrun, else MASTER_PORT), "
@@ -111,33 +108,6 @@ def init_distributed() -> torch.device:
             f"({first_line(error)}); {remedy}") from error
     dist.begin_alarm()
     return device
-
-
-@contextmanager
-def saying_who_waits() -> Iterator[None]:
-    """Say after WAIT_SECONDS what this rank waits for; meanwhile Ctrl-C ends it at once.
-
-    Python's own handler would have to wait as well: the waiting is torch's.
-    """
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    whom = "the other ranks" if rank == "0" else "rank 0"
-    timer = threading.Timer(WAIT_SECONDS, tell, [
-        f"rank {rank} of {size} waits for {whom} at {os.environ.get('MASTER_ADDR')}:"
-        f"{os.environ.get('MASTER_PORT')} (from MASTER_ADDR and MASTER_PORT; RANK and WORLD_SIZE "
-        "say which rank this is). If no other rank was started, unset these variables"])
-    timer.daemon = True
-    timer.start()
-    before = signal.getsignal(signal.SIGINT)
-    own = threading.current_thread() is threading.main_thread() and before in (
-        signal.default_int_handler, interrupt)
-    if own:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if own:
-            signal.signal(signal.SIGINT, before)
 
 
 def device_type() -> str:

@@ -3,10 +3,9 @@
 import json
 import os
 import random
-import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -86,23 +85,31 @@ def remote_state(url: str) -> str:
 
 def listed_at(url: str) -> tuple[Any, str, dict[str, dict]]:
     """Return the file system and the path of a URL, and all files there; UserError names `url`."""
-    try:
+    found: dict[str, dict] = {}
+    with reached(url, "cannot be listed", "check the address and the credentials"):
         system, root = file_system(url)
         system.invalidate_cache()
-        found: dict[str, dict] = {}
         with suppress(FileNotFoundError):
             found = system.find(root, detail=True)
-        return system, root, found
+    return system, root, found
+
+
+@contextmanager
+def reached(url: str, problem: str, remedy: str) -> Iterator[None]:
+    """Context in which whatever a file system raises is a UserError: each has errors of its own."""
+    try:
+        yield
     except UserError:
         raise
-    except Exception as error:  # each file system has errors of its own
-        raise UserError(f"{url}: cannot be listed ({type(error).__name__}: {first_line(error)}); "
-                        "check the address and the credentials") from error
+    except Exception as error:
+        raise UserError(f"{url}: {problem} ({type(error).__name__}: {first_line(error)}); {remedy}"
+                        ) from error
 
 
 def check_writable(url: str) -> None:
     """Write, list, read and remove a small file at `url`; UserError names `url`."""
-    try:
+    with reached(url, "must allow to write, list, read and delete files", "check the address and "
+                 "the rights of the credentials, or choose another place"):
         system, root = file_system(url)
         place = f"{root}/check-{os.urandom(4).hex()}.tmp"
         system.makedirs(root, exist_ok=True)
@@ -110,12 +117,6 @@ def check_writable(url: str) -> None:
         system.ls(root)
         system.cat_file(place)
         system.rm_file(place)
-    except UserError:
-        raise
-    except Exception as error:  # as above
-        raise UserError(f"{url}: must allow to write, list, read and delete files "
-                        f"({type(error).__name__}: {first_line(error)}); check the address and "
-                        "the rights of the credentials, or choose another place") from error
 
 
 class _Files(LocalFileSystem):
@@ -147,7 +148,8 @@ def _arrow_s3():
                                 **options))
 
 
-def tried(get: Callable[[], Any], name: str, is_whole: Callable[[Any], bool]) -> Any:
+def tried(get: Callable[[], Any], name: str, is_whole: Callable[[Any], bool], what: str = "read"
+          ) -> Any:
     """Return what `get` returns once it is whole, in several tries; UserError names `name`.
 
     FileNotFoundError is left to the caller.
@@ -166,7 +168,7 @@ def tried(get: Callable[[], Any], name: str, is_whole: Callable[[Any], bool]) ->
         if number < TRIES - 1:
             time.sleep(wait * random.uniform(0.5, 1.0))  # ranks shall not all ask at once
             wait *= 2
-    raise UserError(f"{name}: cannot be read in {TRIES} tries ({problem})")
+    raise UserError(f"{name}: cannot be {what} in {TRIES} tries ({problem})")
 
 
 def fetch(url: str, *, cache: str = DEFAULT_CACHE.directory, names: tuple[str, ...] = ("*",)
@@ -227,22 +229,15 @@ def put(system, path: str, data: bytes | Path) -> None:
     """Write bytes or a local file to a path of a file system, in several tries."""
     if isinstance(data, Path) and data.stat().st_size < 1 << 26:
         data = read_file(data).data
-    wait = FIRST_WAIT_SECONDS
-    for number in range(TRIES):
-        try:
-            if directory := os.path.dirname(path):
-                system.makedirs(directory, exist_ok=True)
-            if isinstance(data, bytes):
-                system.pipe_file(path, data)
-            else:
-                system.put_file(str(data), path)
-            return
-        except UserError:
-            raise
-        except Exception as error:  # as above
-            if number == TRIES - 1:
-                raise UserError(f"{path}: cannot be written ({type(error).__name__}: "
-                                f"{first_line(error)}); run the same command again") from error
-            print(f"note: {path}: {first_line(error)}; trying again", file=sys.stderr)
-            time.sleep(wait)
-            wait *= 2
+
+    def write() -> bool:
+        if directory := os.path.dirname(path):
+            system.makedirs(directory, exist_ok=True)
+        if isinstance(data, bytes):
+            system.pipe_file(path, data)
+        else:
+            system.put_file(str(data), path)
+        return True
+
+    with reached(path, "cannot be written", "run the same command again"):  # a bucket that is gone
+        tried(write, path, bool, "written")

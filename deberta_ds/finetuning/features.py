@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.tasks.layouts import PLACEHOLDER, Example, Label, classes_of, shared
+from deberta_ds.tasks.layouts import PLACEHOLDER, Example, Label, shared
 from deberta_ds.tasks.tables import Faults
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import Tokenizer
@@ -164,7 +164,7 @@ class _Encoder:
         head, label = self.task.head, example.label
         if head == "tags":
             unknown = (-1,) * len(example.spans)
-            return -1, tuple(map(float, unknown if label is None else classes_of(label)))
+            return -1, tuple(map(float, unknown if label is None else label))
         if head == "multilabel" and label is None:
             return (0,) * len(self.task.labels), ()
         answers = set(example.gold)

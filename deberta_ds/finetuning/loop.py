@@ -42,7 +42,6 @@ from deberta_ds.finetuning.inputs import Job
 from deberta_ds.finetuning.models import build_model, keep_head, start_from
 from deberta_ds.finetuning.predict import predictions_of
 from deberta_ds.tasks import metrics
-from deberta_ds.tasks.layouts import class_of
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import Task
 from deberta_ds.training.step import Training, train_step
@@ -248,7 +247,7 @@ def micro_batches(rows: Sequence[Feature], settings: Settings,
     micro_rows, accumulation = shape_of(settings)
     slots = micro_rows * accumulation
     mine = list(rows[dist.rank() * slots : (dist.rank() + 1) * slots])
-    weights = [class_weights[class_of(row.label)] if class_weights else 1.0 for row in mine]
+    weights = [class_weights[row.label] if class_weights else 1.0 for row in mine]
     weights += [0.0] * (slots - len(mine))
     mine += [rows[0]] * (slots - len(mine))
     return [collate(mine[first : first + micro_rows], weights[first : first + micro_rows])

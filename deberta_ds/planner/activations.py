@@ -23,7 +23,7 @@ from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.model import encoder, linear_cross_entropy
 from deberta_ds.model.attention.dropout import WORD_KEYS
-from deberta_ds.model.attention.geometry import Band, make_band, padded
+from deberta_ds.model.attention.geometry import make_band, padded
 from deberta_ds.model.dropout import DropoutMask
 from deberta_ds.objectives.build import build_model
 
@@ -145,11 +145,12 @@ class _FusedAttention(torch.autograd.Function):
                 dropout):
         context_BQHD = torch.empty_like(q_BHQD.transpose(1, 2).contiguous())
         lse_BHQ = torch.empty(q_BHQD.shape[:3], dtype=torch.float32)
-        ctx.dropout, ctx.shape = dropout, _matrix(q_BHQD, k_BHLD, band, gathered)
-        ctx.terms = (pos_key_HSD is not None, pos_query_HSD is not None)
+        queries, keys = padded(q_BHQD.shape[2]), k_BHLD.shape[2]
+        ctx.matrix = (*q_BHQD.shape[:2], queries, padded(keys) if gathered else band.width(keys))
+        ctx.dropped = (*q_BHQD.shape[:2], padded(keys) // WORD_KEYS, queries) if dropout else ()
+        ctx.biases = 1 + (pos_key_HSD is not None or pos_query_HSD is None)
         ctx.keep, ctx.twice = keep or gathered, pos_query_HSD is not None and not gathered
-        biases = _bias_matrices(q_BHQD, ctx.shape, 1 + (ctx.terms != (False, True)))
-        words = _dropped_words(q_BHQD, k_BHLD, dropout)
+        biases, words = _matrices(ctx, q_BHQD)
         ctx.save_for_backward(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, context_BQHD,
                               lse_BHQ, *([*biases[:1], *words] if ctx.keep else ()))
         return context_BQHD
@@ -157,30 +158,17 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BQHD):
         inputs = ctx.saved_tensors[:5]
-        q_BHQD, k_BHLD = inputs[0], inputs[1]
         held = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
-        if not ctx.keep:
-            held += _bias_matrices(q_BHQD, ctx.shape, 1 + (ctx.terms != (False, True)))
-            held += _dropped_words(q_BHQD, k_BHLD, ctx.dropout)
-        held += _bias_matrices(q_BHQD, ctx.shape, 1 + ctx.twice)
-        return *held[:5], None, None, None, None
+        recomputed = [] if ctx.keep else _matrices(ctx, inputs[0])
+        gradients = [inputs[0].new_empty(ctx.matrix) for _ in range(1 + ctx.twice)]
+        del recomputed, gradients  # which were there at once
+        return *held, None, None, None, None
 
 
-def _matrix(q_BHQD: Tensor, k_BHLD: Tensor, band: Band, gathered: bool) -> tuple[int, ...]:
-    """Return the shape of a bias matrix."""
-    keys = k_BHLD.shape[2]
-    width = padded(keys) if gathered else band.width(keys)
-    return *q_BHQD.shape[:2], padded(q_BHQD.shape[2]), width
-
-
-def _bias_matrices(q_BHQD: Tensor, shape: tuple[int, ...], count: int) -> list[Tensor]:
-    return [q_BHQD.new_empty(shape) for _ in range(count)]
-
-
-def _dropped_words(q_BHQD: Tensor, k_BHLD: Tensor, dropout: float) -> list[Tensor]:
-    queries, keys = padded(q_BHQD.shape[2]), padded(k_BHLD.shape[2])
-    shape = (*q_BHQD.shape[:2], keys // WORD_KEYS, queries)
-    return [q_BHQD.new_empty(shape, dtype=torch.int32)] if dropout else []
+def _matrices(ctx, q_BHQD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the bias matrices, and the words of dropped pairs."""
+    return ([q_BHQD.new_empty(ctx.matrix) for _ in range(ctx.biases)],
+            [q_BHQD.new_empty(ctx.dropped, dtype=torch.int32)] if ctx.dropped else [])
 
 
 def _fused_attend(*tensors, geometry, keep_terms, dropout=0.0, query_positions_BQ=None, **_options):

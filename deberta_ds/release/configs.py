@@ -107,30 +107,26 @@ def model_config(values: dict, place: str) -> ModelConfig:
 
 
 # Settings of fine-tuned heads, {microsoft: Hugging Face}; there the pooler has a dict of its own.
-_POOLING = {"hidden_size": "pooler_hidden_size", "dropout": "pooler_dropout",
-            "hidden_act": "pooler_hidden_act"}
+_HEADS = {"cls_drop_out": "cls_dropout", "pooling.hidden_size": "pooler_hidden_size",
+          "pooling.dropout": "pooler_dropout", "pooling.hidden_act": "pooler_hidden_act"}
 
 
 def _with_hugging_face_heads(rest: dict) -> dict:
     """Return the keys of heads under their Hugging Face names."""
-    renamed = {key: value for key, value in rest.items() if key not in ("pooling", "cls_drop_out")}
     pooling = rest.get("pooling")
-    for key, value in pooling.items() if isinstance(pooling, dict) else ():
-        renamed[_POOLING.get(key, key)] = value
-    if "cls_drop_out" in rest:
-        renamed["cls_dropout"] = rest["cls_drop_out"]
-    return renamed
+    flat = {key: value for key, value in rest.items() if key != "pooling"} | {
+        f"pooling.{key}": value
+        for key, value in (pooling.items() if isinstance(pooling, dict) else ())}
+    return {_HEADS.get(key, key.removeprefix("pooling.")): value for key, value in flat.items()}
 
 
 def _with_microsoft_heads(rest: dict) -> dict:
     """Return the keys of heads under their microsoft names."""
-    names = {theirs: ours for ours, theirs in _POOLING.items()}
-    renamed = {key: value for key, value in rest.items() if key not in (*names, "cls_dropout")}
-    if pooling := {names[key]: value for key, value in rest.items() if key in names}:
-        renamed["pooling"] = pooling
-    if "cls_dropout" in rest:
-        renamed["cls_drop_out"] = rest["cls_dropout"]
-    return renamed
+    theirs = {name: key for key, name in _HEADS.items()}
+    flat = {theirs.get(key, key): value for key, value in rest.items()}
+    pooling = {key.removeprefix("pooling."): flat.pop(key)
+               for key in [*flat] if key.startswith("pooling.")}
+    return flat | ({"pooling": pooling} if pooling else {})
 
 
 def _refuse_unsupported(values: dict, ours: dict, place: str) -> None:

@@ -319,15 +319,6 @@ def _costs(run: Run, price: float | None) -> list[Tile]:
                           "starts and repeated steps included", whole))
     if run.saved.hardware:
         found.append(Tile("hardware", "Hardware", run.saved.hardware, ranks, is_name=True))
-    if commit := run.saved.commit:
-        notes = [f"branch {run.saved.branch}"] if run.saved.branch else []
-        notes += ["with uncommitted changes"] if commit.endswith("+") else []
-        found.append(Tile("commit", "Source", commit[:7], ", ".join(notes), is_name=True))
-    others = dict(run.saved.kernels)  # {part of the model: the kernel it took, and why}
-    if attention := others.pop("attention", None):
-        names = ", ".join(f"{part} {one.get('kernel', '')}" for part, one in others.items())
-        found.append(Tile("kernels", "Kernels", f"attention {attention.get('kernel', '')}",
-                          " · ".join(filter(None, (attention.get("why"), names))), is_name=True))
     if peaks := [value for _, value in run.points("train", "peak_memory_bytes")]:
         found.append(Tile("peak_memory_bytes", "Peak memory", format_value(max(peaks), "bytes"),
                           "of the first rank", max(peaks)))

@@ -65,14 +65,6 @@ def words_in(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def tags_of_characters(text: str, entities: list[Entity]) -> list[str]:
-    """Return the IOB2 tag of every character."""
-    tags = ["O"] * len(text)
-    for start, end, name in entities:
-        tags[start:end] = [f"B-{name}"] + [f"I-{name}"] * (end - start - 1)
-    return tags
-
-
 def glued(words: list[str], spaces: bool) -> tuple[str, list[tuple[int, int]]]:
     """Return (words as one text, the characters of each): with spaces between, but for words of
     scripts without spaces; `spaces = False`: the words hold the spaces themselves."""

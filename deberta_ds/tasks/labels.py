@@ -151,7 +151,9 @@ def _label(task: Task, row: dict[str, Any], place: str) -> Any:
         if len(found) != 1:
             raise UserError(f'{place}: a list of {len(found)} labels; kind = "multilabel" has such')
         value = found[0]  # as annotation tools write a class
-    return choice_label(value) if task.head == "choice" else label_text(value)
+    text = label_text(value)  # of a choice a number also where a table has only text
+    is_number = isinstance(text, str) and text.isdecimal() and len(text) < 9
+    return int(text) if task.head == "choice" and is_number else text
 
 
 def marked_choices(value: Any) -> tuple[list, list[str]] | None:
@@ -223,12 +225,6 @@ def has_decimal_commas(values: list[str]) -> bool:
     return (bool(commas) and not any("." in value for value in values)
             and all(re.fullmatch(r"[-+]?\d+,\d+", value) for value in commas)
             and not all(re.fullmatch(r"[-+]?\d{1,3},\d{3}", value) for value in commas))
-
-
-def choice_label(value: Any) -> Any:
-    """Return the label of a choice: a number also where a table has only text."""
-    text = label_text(value)
-    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 9 else text
 
 
 def as_shown(text: str) -> str:

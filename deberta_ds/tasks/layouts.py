@@ -19,7 +19,7 @@ from deberta_ds.tasks.task import Task
 PLACEHOLDER = "@placeholder"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HIGHLIGHT = re.compile(r"\s*@highlight\s*")
-Label = int | float | tuple[int, ...]
+Label = Any  # a class index, a number, or a tuple of class indices, as `Example.label` says
 shared = lru_cache(1 << 16, typed=True)(lambda value: value)  # the places of words recur
 
 
@@ -40,7 +40,7 @@ class Example:
     sequences: tuple[tuple[str, ...], ...]  # one; COPA: one for each choice
     # Class index; of a regression a number, of several labels 0 or 1 for each, of tags the class of
     # each word, of SQuAD's answers (). None where the file has none.
-    label: Label | None = None
+    label: Label = None
     # WiC and WSC: two; ReCoRD: every mention; tags: every word; SQuAD: the first answer, if any
     spans: tuple[TextSpan, ...] = ()
     names: tuple[str, ...] = ()  # ReCoRD: the string of each mention
@@ -49,18 +49,6 @@ class Example:
     language: str = ""  # SQuAD: by whose rule answers are compared (answer_texts.py)
     group: str | None = None  # the part of the table that it is scored with, if there are any
     place: str = field(default="", compare=False)  # file and line it was read from
-
-
-def class_of(label: object) -> int:
-    """Return a label or prediction that is one class."""
-    assert isinstance(label, int)
-    return label
-
-
-def classes_of(label: object) -> tuple[int, ...]:
-    """Return a label or prediction of tags or of several labels."""
-    assert isinstance(label, tuple)
-    return label
 
 
 def is_labelled(example: Example) -> bool:
@@ -114,14 +102,15 @@ def _choices(line: Line) -> list[Example]:
 def chosen(value: Any, answers: list[str], first: int = 0) -> tuple[int, str] | None:
     """Return (which answer is right, what says so): its number from `first`, its letter, its text.
 
-    A number or letter counts before a text that reads the same, as the official files have those.
+    A number or letter counts before a text that reads the same, as the official files have those;
+    the text of two answers says nothing.
     """
     if type(value) is int and first <= value < first + len(answers):
         return value - first, "number"
     text = str(value) if type(value) in (int, str) else ""
     if len(text) == 1 and text in _LETTERS[: len(answers)]:
         return _LETTERS.index(text), "letter"
-    return (answers.index(text), "text") if text in answers else None
+    return (answers.index(text), "text") if answers.count(text) == 1 else None
 
 
 def _tags(line: Line) -> list[Example]:
@@ -146,7 +135,9 @@ def _tagged_text(line: Line, text: str) -> Example:
     if not line.needed and task.words == "list" and task.spaces:
         # Of a word, such a model knows the first token.
         return _tagged(line, text, annotations.words_in(text), None)
-    tags = annotations.tags_of_characters(text, entities_of(line))
+    tags = ["O"] * len(text)
+    for start, end, name in entities_of(line):
+        tags[start:end] = [f"B-{name}"] + [f"I-{name}"] * (end - start - 1)
     return _tagged(line, text, [(place, place + 1) for place in range(len(text))],
                    tuple(map(line.class_index, tags)) if line.has_label else None)
 
@@ -161,7 +152,7 @@ def entities_of(line: Line) -> list[annotations.Entity]:
         line.fail(f'field "{line.named("label")}": {error}')
 
 
-def _tagged(line: Line, text: str, places: list[tuple[int, int]], label: Label | None) -> Example:
+def _tagged(line: Line, text: str, places: list[tuple[int, int]], label: Label) -> Example:
     spans = tuple(shared(TextSpan(0, start, end)) for start, end in places)
     return Example((line.index(),), ((text,),), label, spans)
 

@@ -7,7 +7,7 @@ from itertools import islice
 from textwrap import shorten
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.tasks.layouts import Example, classes_of, is_labelled
+from deberta_ds.tasks.layouts import Example, is_labelled
 from deberta_ds.tasks.metrics import spans_of
 from deberta_ds.tasks.readers import Split, count_shared, read_split
 from deberta_ds.tasks.tables import Faults, read_table
@@ -76,14 +76,14 @@ def _names(task: Task, example: Example) -> list[str] | None:
     """Return the names in the label of an example; None where it has none, or one without names."""
     label = example.label
     if task.head == "multilabel" and label is not None:
-        return [name for name, one in zip(task.labels, classes_of(label), strict=True) if one]
+        return [name for name, one in zip(task.labels, label, strict=True) if one]
     if task.head == "tags" and label is not None:
         return [name for name, *_ in _spans(task, example)]
     return [task.labels[label]] if isinstance(label, int) and task.head != "choice" else None
 
 
 def _spans(task: Task, example: Example) -> list[tuple[str, int, int]]:
-    return spans_of([task.labels[number] for number in classes_of(example.label)])
+    return spans_of([task.labels[number] for number in example.label])
 
 
 def _shown(task: Task, example: Example) -> Iterator[str]:

@@ -13,16 +13,17 @@ scored and not computed here.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from deberta_ds.tasks.answer_texts import normalize, token_f1
-from deberta_ds.tasks.layouts import Example, Label, class_of, classes_of
+from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.task import Task
 
 # In the form of `Example.label`: a class index, a number, 0 or 1 for each label, the class of each
 # word; for ReCoRD and SQuAD the answer string.
-Prediction = Label | str
+Prediction = Any
 Examples = Sequence[Example]
 Predictions = Sequence[Prediction]
 
@@ -65,7 +66,7 @@ def baseline(task: Task, examples: Sequence[Example]) -> list[Prediction]:
         shares = np.mean(_gold(examples), axis=0)
         return [tuple((shares > 0.5).astype(int).tolist())] * len(examples)
     if task.head == "tags":
-        rows = [classes_of(example.label) for example in examples]
+        rows = [example.label for example in examples]
         (tag, _), *_ = Counter(tag for row in rows for tag in row).most_common(1)
         return [(tag,) * len(row) for row in rows]
     constants: list[list[Prediction]] = [[label] * len(examples)
@@ -75,12 +76,12 @@ def baseline(task: Task, examples: Sequence[Example]) -> list[Prediction]:
 
 def failure(task: Task, examples: Examples, predictions: Predictions) -> str:
     """Return why a run failed, "" if it did not: constant, or no better than `baseline`."""
-    kinds: set[Prediction] = {tag for guess in predictions for tag in classes_of(guess)} \
-        if task.head == "tags" else set(predictions)
+    kinds = {tag for guess in predictions for tag in guess} if task.head == "tags" else set(
+        predictions)
     if len(kinds) == 1 and len(predictions) > 1:
         (kind,) = kinds
         named = task.head not in ("regress", "answer", "mentions", "multilabel")
-        return f"every prediction is {(task.labels[class_of(kind)] if named else kind)!r}"
+        return f"every prediction is {(task.labels[kind] if named else kind)!r}"
     constant = baseline(task, examples)
     found, guess = (task_score(task, score(task, examples, p)) for p in (predictions, constant))
     if found > guess:
@@ -119,7 +120,7 @@ def _classes(task: Task, examples: Examples, predictions: Predictions) -> np.nda
     if task.head != "tags":
         return _both(task, examples, predictions)
     pairs = [pair for example, guess in zip(examples, predictions, strict=True)
-             for pair in zip(classes_of(example.label), classes_of(guess), strict=True)]
+             for pair in zip(example.label, guess, strict=True)]
     return np.array(pairs, dtype=int).reshape(-1, 2)
 
 
@@ -214,8 +215,8 @@ def _spearman(task: Task, rows: np.ndarray) -> float:
 
 def _tags_right(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
     """Return (right tags, words) of each example."""
-    right = [np.equal(classes_of(example.label), classes_of(guess))
-             for example, guess in zip(examples, predictions, strict=True)]
+    right = [np.equal(example.label, guess) for example, guess in zip(
+        examples, predictions, strict=True)]
     return np.array([(row.sum(), row.size) for row in right])
 
 
@@ -223,7 +224,7 @@ def _spans(task: Task, examples: Examples, predictions: Predictions) -> tuple[se
     """Return the (example, kind, first word, end word) of hits, of gold and of predictions."""
     gold, guess = (
         {(number, *span) for number, tags in enumerate(rows)
-         for span in spans_of([task.labels[tag] for tag in classes_of(tags)])}
+         for span in spans_of([task.labels[tag] for tag in tags])}
         for rows in ([example.label for example in examples], predictions))
     return gold & guess, gold, guess
 

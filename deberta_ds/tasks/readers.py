@@ -23,7 +23,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.files import tables
 from deberta_ds.tasks.answer_texts import language_of
 from deberta_ds.tasks.labels import is_ignored, to_line, without_label
-from deberta_ds.tasks.layouts import Example, classes_of, examples_of
+from deberta_ds.tasks.layouts import Example, examples_of
 from deberta_ds.tasks.line import line_format
 from deberta_ds.tasks.tables import Faults, each_row
 from deberta_ds.tasks.task import TASK_NAMES, NoSplitError, TableForm, Task
@@ -220,10 +220,10 @@ def count_shared(first: Split, second: Split) -> tuple[int, str]:
 def check_targets(split: Split) -> None:
     """Raise UserError unless a labelled split has something to learn, or to be scored by."""
     head, labels = split.task.head, [example.label for example in split.examples]
-    if head == "multilabel" and not any(any(classes_of(label)) for label in labels):
+    if head == "multilabel" and not any(any(label) for label in labels):
         problem = "no row has any of the labels, so F1 is not defined"
     elif head == "tags" and "O" in split.task.labels and \
-            {tag for row in labels for tag in classes_of(row)} == {split.task.labels.index("O")}:
+            {tag for row in labels for tag in row} == {split.task.labels.index("O")}:
         problem = "every word is tagged O, so F1 is not defined"
     elif head == "regress" and len(set(labels)) == 1:
         problem = f"every label is {labels[0]}, so no correlation is defined"

@@ -111,7 +111,10 @@ def load(
     merged: dict[str, dict[str, Any]] = {name: {} for name in known[1:]}
     for name, table in merged.items():
         for tables, key in itertools.product((written, given), (ALL, name)):
-            _put_over(table, tables.get(key, {}))
+            for setting, value in tables.get(key, {}).items():  # class_weights one by one
+                inner = table.get(setting)
+                are_tables = isinstance(inner, dict) and isinstance(value, dict)
+                table[setting] = inner | value if are_tables else value
     return {name: table for name, table in merged.items() if table}
 
 
@@ -122,13 +125,6 @@ def _check_tables(tables: dict[str, Any], place: str, known: tuple[str, ...]) ->
                 f"{place}: [{name}] is not a table named {ALL} or after a task"
                 f"{nearest(name, known)}")
         validate(Settings, table, f"{place}, settings of {name}")
-
-
-def _put_over(table: dict[str, Any], values: dict[str, Any]) -> None:
-    """Set `values` in a table; of a table inside (class_weights), its values one by one."""
-    for key, value in values.items():
-        inner = table.get(key)
-        table[key] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
 
 
 def learning_rate_for(config: ModelConfig) -> float:

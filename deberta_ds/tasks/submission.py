@@ -15,7 +15,7 @@ from typing import Any
 from deberta_ds.base.errors import UserError, refuse_pipe
 from deberta_ds.base.files import atomic_path
 from deberta_ds.base.json_files import parse_json
-from deberta_ds.tasks.layouts import Example, class_of, classes_of
+from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.metrics import Prediction, spans_of
 from deberta_ds.tasks.readers import ZIP_DAMAGE
 from deberta_ds.tasks.task import SUITES, Task
@@ -38,14 +38,14 @@ def as_written(task: Task, prediction: Prediction) -> Any:
     """Return a prediction as the leaderboard, or the task's own files, write it."""
     names = task.submitted or task.labels
     if task.head == "tags":
-        return [names[tag] for tag in classes_of(prediction)]
+        return [names[tag] for tag in prediction]
     if task.head == "multilabel":
-        return [name for name, chosen in zip(names, classes_of(prediction), strict=True) if chosen]
+        return [name for name, chosen in zip(names, prediction, strict=True) if chosen]
     if task.head in ("mentions", "answer"):
         return prediction
     if task.head == "regress":
         return float(f"{prediction:.7g}")  # what fp32 holds
-    return names[class_of(prediction)]
+    return names[prediction]
 
 
 def _lines(task: Task, examples: Sequence[Example], labels: Sequence[Any]) -> list[dict]:

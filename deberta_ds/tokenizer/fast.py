@@ -101,7 +101,7 @@ class FastEngine:
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._fast.encode(text, add_special_tokens=False)
-        values = [words.byte_value(self.pieces[number]) for number in found.ids]
+        values = [words.byte_of(self.pieces[number]) for number in found.ids]
         return found.ids, _over_marks(text, _spread(values, found.offsets))
 
     def decode(self, ids: list[int]) -> str:
@@ -115,24 +115,19 @@ class FastEngine:
             data = words.bytes_of_piece(piece)
             return data is None or words.bytes_start_word(data)
         if self.kind == "wordpiece":
-            return words.wordpiece_starts_word(piece, self._prefix)
+            rest = piece.removeprefix(self._prefix)  # the prefix marks what continues a word
+            return rest == piece or (bool(rest) and words.is_unspaced(rest[0]))
         return words.piece_starts_word(piece)
 
     def _byte_level_text(self, number: int, errors: str) -> str:
         data = words.bytes_of_piece(self.pieces[number])
         return self.pieces[number] if data is None else data.decode("utf-8", errors)
 
-    def starts_character(self, number: int) -> bool:
-        piece = self.pieces[number]
-        data = words.bytes_of_piece(piece) if self.kind == "byte_level" else None
-        value = data[0] if data else words.byte_value(piece)
-        return value is None or number in self._added or bool(words.character_length(value))
-
-    def is_part(self, number: int) -> bool:
-        piece = self.pieces[number]
-        data = words.bytes_of_piece(piece) if self.kind == "byte_level" else None
-        return number not in self._added and (
-            words.byte_value(piece) is not None if data is None else words.is_part(data))
+    def bytes_of(self, number: int) -> bytes | None:
+        if number in self._added:
+            return None
+        of_piece = words.bytes_of_piece if self.kind == "byte_level" else words.byte_of
+        return of_piece(self.pieces[number])
 
     def readable(self, number: int) -> str:
         piece = self.pieces[number]
@@ -146,7 +141,7 @@ class FastEngine:
         return rest if rest != piece else " " + piece
 
 
-def _spread(values: list[int | None], offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _spread(values: list[bytes | None], offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return offsets in which the bytes of each character have its span: Unigram gives all bytes of
     unknown characters in a row the span of them all. `values`: the byte of each id, if it is one.
     """
@@ -155,7 +150,7 @@ def _spread(values: list[int | None], offsets: list[tuple[int, int]]) -> list[tu
         run = list(same)
         found = [values[index] for index in run]
         place = start - 1
-        places = [place := place + bool(value is not None and words.character_length(value))
+        places = [place := place + bool(value is not None and words.character_length(value[0]))
                   for value in found]
         if end - start > 1 and places[0] == start and places[-1] == end - 1 \
                 and None not in found:

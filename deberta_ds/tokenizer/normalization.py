@@ -7,6 +7,7 @@ the ids of normalised text there. `Precompiled` would leave clusters of 6 bytes 
 
 import itertools
 import unicodedata
+from functools import cache
 
 import tokenizers
 from tokenizers import decoders, normalizers
@@ -60,6 +61,7 @@ def decoder() -> decoders.Decoder:
 # out: marks in another order than the canonical one that compose to no single character.
 
 
+@cache  # half a second, and the same for every tokenizer of a process
 def normalizer_tsv(lower_case: bool = False) -> str:
     """Return the table for SentencePiece: "source<TAB>target" in hexadecimal code points."""
     rules = {SPACE_MARK: "_"}

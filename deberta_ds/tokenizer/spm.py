@@ -112,7 +112,7 @@ class SentencePieceEngine:
         pieces, offsets = found["pieces"], [tuple(span) for span in found["offsets"]]
         for index in range(len(pieces) - 2, -1, -1):
             start, end = offsets[index]
-            if start == end and words.byte_value(pieces[index]) is not None:
+            if start == end and words.byte_of(pieces[index]) is not None:
                 offsets[index] = offsets[index + 1]
         if places:
             starts = [*(start for start, _ in places), places[-1][1]]
@@ -126,12 +126,8 @@ class SentencePieceEngine:
     def starts_word(self, number: int) -> bool:
         return words.piece_starts_word(self.pieces[number])
 
-    def starts_character(self, number: int) -> bool:
-        value = words.byte_value(self.pieces[number])
-        return value is None or bool(words.character_length(value))
-
-    def is_part(self, number: int) -> bool:
-        return words.byte_value(self.pieces[number]) is not None
+    def bytes_of(self, number: int) -> bytes | None:
+        return words.byte_of(self.pieces[number])
 
     def readable(self, number: int) -> str:
         return self.pieces[number].replace(words.SPACE_MARK, " ")

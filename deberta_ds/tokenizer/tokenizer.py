@@ -12,7 +12,7 @@ import numpy as np
 from deberta_ds.tokenizer.fast import FastEngine
 from deberta_ds.tokenizer.files import SPM, Files, choose, find_files
 from deberta_ds.tokenizer.spm import SentencePieceEngine
-from deberta_ds.tokenizer.words import starts_official_word
+from deberta_ds.tokenizer.words import character_length, starts_official_word
 
 _MANY_UNKNOWN = 0.001  # of the tokens
 _LEADS = ("a", "0", ".", "中")  # texts that what follows hardly ever merges with
@@ -167,7 +167,8 @@ class Tokenizer:
 
     def character_starts(self) -> np.ndarray:
         """Return bool[size]: False for ids that begin inside a character (its later bytes)."""
-        return self._table(self._engine.starts_character)
+        return self._table(lambda number: not (data := self._engine.bytes_of(number))
+                           or character_length(data[0]))
 
     def is_special(self) -> np.ndarray:
         """Return bool[size]: ids that are never masked and never drawn as a replacement."""
@@ -177,7 +178,9 @@ class Tokenizer:
         """Return bool[size]: ids of bytes that are no whole characters, and all byte tokens of
         SentencePiece: most text has none of them.
         """
-        return ~self._special & self._table(self._engine.is_part)
+        return ~self._special & self._table(lambda number: (
+            (data := self._engine.bytes_of(number)) is not None
+            and (self.kind != "byte_level" or data.decode(errors="ignore").encode() != data)))
 
     @cached_property
     def _special(self) -> np.ndarray:

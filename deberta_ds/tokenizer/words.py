@@ -14,6 +14,7 @@ Special ids and tokens added to the vocabulary start a word too. A combining mar
 does a piece that begins inside a character; digits continue a word.
 """
 
+import re
 import unicodedata
 from functools import cache
 
@@ -34,16 +35,10 @@ UNSPACED_SCRIPTS = (
 
 def piece_starts_word(piece: str) -> bool:
     """Return whether a piece of a tokenizer with the space mark starts a word."""
-    value = byte_value(piece)
-    if value is not None:
-        return bytes_start_word(bytes([value]))
+    data = byte_of(piece)
+    if data is not None:
+        return bytes_start_word(data)
     return piece[:1] in ("", SPACE_MARK) or character_starts_word(piece[0])
-
-
-def wordpiece_starts_word(piece: str, prefix: str) -> bool:
-    """Return whether a piece of WordPiece starts a word; `prefix` marks what continues one."""
-    rest = piece.removeprefix(prefix)
-    return rest == piece or (bool(rest) and is_unspaced(rest[0]))
 
 
 def bytes_start_word(data: bytes) -> bool:
@@ -113,19 +108,10 @@ def starts_official_word(piece: str) -> bool:
     return ascii_mark or category[0] in "PC" or category == "Zs"
 
 
-def byte_value(piece: str) -> int | None:
+def byte_of(piece: str) -> bytes | None:
     """Return the byte that a piece such as <0xE4> stands for; None for any other piece."""
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        try:
-            return int(piece[3:5], 16)
-        except ValueError:
-            return None
-    return None
-
-
-def is_part(data: bytes) -> bool:
-    """Return whether bytes of UTF-8 are not whole characters."""
-    return data.decode(errors="ignore").encode() != data
+    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(found[1]) if found else None
 
 
 @cache

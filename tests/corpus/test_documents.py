@@ -244,15 +244,6 @@ def test_many_small_files_share_units(tmp_path):
     assert texts_of([tmp_path]) == [f"document {number}" for number in range(300)]
 
 
-def test_lz4_is_read_or_asked_for(tmp_path):
-    lz4 = pytest.importorskip("lz4.frame")
-    (tmp_path / "a.jsonl.lz4").write_bytes(lz4.compress(json_lines()))
-    assert texts_of([tmp_path / "a.jsonl.lz4"]) == TEXTS
-    (tmp_path / "a.jsonl.lz4").write_bytes(b"not compressed at all")
-    with pytest.raises(UserError, match="a.jsonl.lz4: damaged or cut short"):
-        texts_of([tmp_path / "a.jsonl.lz4"])
-
-
 def test_long_windows_and_byte_order_marks(tmp_path):
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=29)
     compressor = zstandard.ZstdCompressor(compression_params=parameters)

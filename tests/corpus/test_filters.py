@@ -170,10 +170,14 @@ def test_lines_that_are_no_text_are_taken_out():
 @pytest.mark.parametrize(("text", "kind"), [
     ("write to anna.b+c@mail.example-site.co.uk.", "email"), ("from 8.8.8.8:80", "ip"),
     ("call +49 (30) 901820 now", "phone"), ("card 4111 1111 1111 1111.", "card"),
-    ("to DE89 3704 0044 0532 0130 00 IN full", "iban")])
+    ("to DE89 3704 0044 0532 0130 00 IN full", "iban"), ("連絡はfoo@corp.jpまで。", "email"),
+    ("電話は+81 3 4111 2222へ", "phone"), ("サーバ93.184.216.34です", "ip"),
+    ("番号4111 1111 1111 1111です", "card"), ("口座DE89 3704 0044 0532 0130 00です", "iban"),
+    ("อีเมลfoo@corp.co.thครับ", "email")])
 def test_personal_data_is_masked_once_and_for_all(text, kind):
     masked, found = find_personal(text, PersonalRule().kinds)
     assert found == {kind: 1} and masked != text
+    assert masked[-1] == text[-1] and (text[0] == "w" or masked[0] == text[0])
     assert find_personal(masked, PersonalRule().kinds) == (masked, {})
     assert judged(text, use=("personal",), personal=PersonalRule(action="drop")
                   ).reason == f"personal: {kind}"

@@ -246,7 +246,7 @@ def test_a_group_of_alike_documents_is_read_in_parts(tmp_path, monkeypatch):
     pages = [" ".join(generator.choices([f"w{n}" for n in range(300)], k=60)) for _ in range(20)]
     texts = [f"{generator.choice(pages)} {number % 7}" for number in range(300)]
     units = planned(tmp_path / "text.jsonl", texts, 20_000)
-    for name, documents, merged in (("whole", 1 << 14, 1 << 20), ("parts", 7, 5)):
+    for name, documents, merged in (("whole", 1 << 14, 1 << 20), ("parts", 61, 5)):
         monkeypatch.setattr(dedup, "NEAR_DOCUMENTS", documents)
         monkeypatch.setattr(findings, "_MERGED_AT_ONCE", merged)
         counts = find_duplicates(units, tmp_path / name, read=READ, near_threshold=0.8)

@@ -6,10 +6,8 @@ import os
 import pickle
 import re
 import resource
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ from data_helpers import (
     tiny_tokenizer,
     tokenizer_path,
 )
+from launching import ROOT
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import xxh3
@@ -30,10 +29,8 @@ from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.rows import RowDataset, eval_sequences
-from deberta_ds.data.shards import planned_lengths
 
 SEQ_LEN = 64
-ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @pytest.fixture
@@ -217,12 +214,6 @@ def test_names_the_missing_corpus_and_length(corpus, tmp_path):
             dataset_of(corpus, same)
 
 
-def test_a_row_plan_that_was_set_aside_is_no_plan(corpus):
-    """A directory rows-64.old ended verify.py, take_down.py and new.py in a traceback."""
-    shutil.copytree(corpus / "rows-64", corpus / "rows-64.old")
-    assert planned_lengths(corpus) == [64, 128]
-
-
 @pytest.mark.parametrize(("name", "place", "value"), [
     ("00001-000.npy", 128, 4_000_000_000), ("00001-000.npy", 132, 4_000_000_000),
     ("00001-000.npy", 132, 0), ("00001-000.npy", 132, 63), ("00001-000.starts.npy", 136, 7_000_000),
@@ -311,7 +302,7 @@ def test_more_files_than_descriptors(tmp_path):
     paths = [str(make_corpus(tmp_path / name, tokens, tiny_tokenizer(), (64,), shards=30))
              for name in ("a", "b", "c")]
     command = [sys.executable, "-c", MANY_FILES, tokenizer_path(), *paths]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": ROOT}, timeout=120,
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split()

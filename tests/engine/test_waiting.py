@@ -7,14 +7,15 @@ import sys
 import pytest
 from launching import ENVIRONMENT, ROOT
 
-from deberta_ds.engine import engine
+from deberta_ds.cluster import dist
 
 # A shell has its background jobs ignore Ctrl-C, and so would this one.
 CODE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
+from deberta_ds.cluster import dist
+dist.WAIT_SECONDS = 0.2
 from deberta_ds.engine import engine
-engine.WAIT_SECONDS = 0.2
 engine.init_distributed()
 """
 
@@ -38,7 +39,7 @@ def test_a_waiting_rank(number):
 def test_ctrl_c_is_the_run_s_again_once_all_ranks_are_there():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with engine.saying_who_waits():
+        with dist.saying_who_waits():
             assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     finally:

@@ -111,6 +111,7 @@ def test_a_table_has_the_columns_of_superglue_or_of_glue():
     (3, None), (-1, None), ("D", None), (None, None), (True, None), (7, (0, "text"))])
 def test_which_answer_a_label_of_a_choice_names(value, found):
     assert chosen(value, ["7", "dog", "moon"]) == found
+    assert chosen("cow", ["cow", "cow"]) is None  # it was the first
 
 
 def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):

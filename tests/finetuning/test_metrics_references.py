@@ -302,7 +302,7 @@ CASES = {classes: 200, several_labels: 100, numbers: 200, superglue: 200, spans:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_scores_are_those_of_the_reference(case):
-    for seed in range(CASES[case]):
+    for seed in range(CASES[case] // 4):  # all of them for the table
         for metric, reference, found, wanted in case(random.Random(seed)):
             assert abs(found - float(wanted)) <= 1e-12, (metric, reference, seed)
 

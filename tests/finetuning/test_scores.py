@@ -23,6 +23,7 @@ from test_finetune_own import rows_of, train, write_task
 from test_metrics_references import labelled, task_of
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning import predict as predict_module
 from deberta_ds.finetuning import predict_file, sweep
 from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.predict import as_text, scores_of
@@ -48,12 +49,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("head", CASES)
-def test_intervals_are_percentiles_of_the_metric_over_drawn_examples(head):
+def test_intervals_are_percentiles_of_the_metric_over_drawn_examples(head, monkeypatch):
+    monkeypatch.setattr(predict_module, "_SAMPLES", 200)
     names, labels, gold, guess = CASES[head]
     task, examples = task_of(*names, head=head, labels=labels), labelled(gold)
     found = scores_of(task, examples, guess)
     dice, drawn = np.random.default_rng(0), []
-    for _ in range(1000):
+    for _ in range(200):
         chosen = dice.integers(30, size=30)
         drawn.append(metrics.score(task, [examples[k] for k in chosen], [guess[k] for k in chosen]))
     for name in names:

@@ -51,13 +51,13 @@ def test_interpreter_equals_the_reference():
     full = bool(os.environ.get("FULL_TABLE"))
     lines = run_worker("fused_interpreter.py", *["--more"] * full, timeout=1200)
     check(lines)
-    assert len(lines) == (30 if full else 16)
+    assert len(lines) == (29 if full else 15)
     assert [line["repeats"] for line in lines if "repeats" in line] == [True] * 3
 
 
 def test_interpreter_on_random_packings():
-    count = "20" if os.environ.get("FULL_TABLE") else "3"
-    check(run_worker("fused_interpreter.py", "--random", count, timeout=1200))
+    count = ["20", "--more"] if os.environ.get("FULL_TABLE") else ["3"]
+    check(run_worker("fused_interpreter.py", "--random", *count, timeout=1200))
 
 
 def test_large_scores_in_fp16_do_not_overflow_into_nan():

@@ -85,6 +85,8 @@ def test_a_symbol_is_one_word(tmp_path, lines, said):
     (tmp_path / "symbols.txt").write_text(lines)
     with pytest.raises(UserError, match=said):
         read_symbols(tmp_path / "symbols.txt")
+    (tmp_path / "symbols.txt").write_text("zork\nfrob\n", "utf-8-sig")
+    assert read_symbols(tmp_path / "symbols.txt") == ["zork", "frob"]
 
 
 def test_what_cannot_be_added_is_refused(tmp_path):

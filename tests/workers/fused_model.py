@@ -51,7 +51,8 @@ def run(name: str, fused: bool) -> list[torch.Tensor]:
     if name.startswith("mlm"):
         model = MlmModel(config, 140)
     else:
-        model = RtdModel(config, config, ObjectiveConfig(kind="rtd"), sampling_seed=0)
+        model = RtdModel(replace(config, num_layers=1), config, ObjectiveConfig(kind="rtd"),
+                         sampling_seed=0)
     for module in model.modules():
         if checkpointing and hasattr(module, "checkpointing"):
             module.checkpointing = checkpointing

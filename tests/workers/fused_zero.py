@@ -17,6 +17,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 from fused_model import CONFIG, batch_of_a_packed_row
+from interpret_bf16 import patch
 
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
@@ -63,6 +64,7 @@ def main() -> None:
     results, sys.stdout = sys.stdout, sys.stderr  # the run's log is no result, nor is DeepSpeed's
     for handler in deepspeed.utils.logger.handlers:
         handler.setStream(sys.stderr)
+    patch()
     engine.init_distributed()
     for stage in map(int, sys.argv[1:]):
         right, found = run(stage, False), run(stage, True)

@@ -1,13 +1,18 @@
-"""Make Triton's interpreter right in bf16, whose values it keeps as raw 16-bit words.
+"""Make Triton's interpreter right in bf16, whose values it keeps as raw 16-bit words, and faster.
 
 As it comes (Triton 3.6 and 3.9) it multiplies the words themselves in `tl.dot`, truncates where the
-hardware rounds to nearest even, converts integers to words, and has no constants.
+hardware rounds to nearest even, converts integers to words, and has no constants. Each call of a
+device function replaces all of triton.language: a third of the time, where once a launch will do.
 """
+
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import (
+    InterpretedFunction,
     InterpreterBuilder,
     InterpreterOptions,
     TensorHandle,
@@ -34,6 +39,10 @@ def patch() -> None:
         is_bf16 = a.dtype.scalar == tl.bfloat16
         return TensorHandle(_rounded(total.data), tl.bfloat16) if is_bf16 else total
 
+    both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    patch_lang = interpreter._patch_lang
+    interpreter._patch_lang = lambda _function: patch_lang(both)
+    InterpretedFunction.__call__ = lambda self, *given, **named: self.rewrite()(*given, **named)
     # Half of the time would go to checks of integers.
     interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = right_dot, right_cast
