@@ -4,7 +4,8 @@ import math
 from contextlib import suppress
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+import pydantic
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import user_code
@@ -14,7 +15,7 @@ from deberta_ds.config.options import STRICT, OneOfOrOwn, option
 _Rate = Annotated[float, Field(gt=0, lt=1)]
 _Temperature = Annotated[float, Field(ge=0.01, le=100)]
 _SampleBy = Annotated[Literal["epoch", "run"],  # "course": of 0.2.0
-                      BeforeValidator(lambda value: "run" if value == "course" else value)]
+                      pydantic.BeforeValidator(lambda value: "run" if value == "course" else value)]
 _RATE_STEPS = 8  # numbers of slots of a run whose mask rate changes
 _OVERSHOOT = 16  # tokens of the word with which the official sampler passes its budget
 
