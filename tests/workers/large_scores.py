@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from attention_cases import relative_errors
+from interpret_bf16 import patch
 
 from benchmarks.peers import GEOMETRY, hugging_face, make_problem, ours
 from deberta_ds.model.attention import attend
@@ -24,6 +25,7 @@ DEVIATIONS = (1, 4, 16, 64, 3000)
 
 
 def main() -> None:
+    patch()
     for deviation in DEVIATIONS:
         problem = make_problem(1, 100, 1, 64, torch.float64, "cpu", 0.0)
         v = problem.v_BHLD
