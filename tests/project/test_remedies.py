@@ -296,7 +296,7 @@ def test_a_remedy_of_a_recipe(tmp_path, monkeypatch, capsys, inputs, options, me
      "--heldout_out", "y"),
     ("data_prep/pack.py", "corpus/web", "--tokenizer", "spm.model", "--seq_len", 128),
     ("data_prep/build.py", "--recipe", "corpus.toml"), ("launch/report.py", "--run", "runs/base"),
-], ids=str)
+], ids=lambda words: words[0])
 def test_a_relative_path_is_named_with_the_folder_where_it_was_looked_for(
         tmp_path, monkeypatch, capsys, words):
     monkeypatch.chdir(tmp_path)
