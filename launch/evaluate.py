@@ -1,6 +1,6 @@
 """Score the networks of a pretraining checkpoint on the held-out set, next to their baselines.
 
-    python launch/evaluate.py --run runs/base --data shards/more --sequences 1000
+    python launch/evaluate.py --run runs/base --data shards/b --sequences 500
 
 Runs in one process in fp32 and reads checkpoints of any ZeRO stage and world size. Masks and
 samples are fixed, so scores of different checkpoints can be compared. Scores of discriminators from

@@ -168,7 +168,8 @@ def tried(get: Callable[[], Any], name: str, is_whole: Callable[[Any], bool], wh
         if number < TRIES - 1:
             time.sleep(wait * random.uniform(0.5, 1.0))  # ranks shall not all ask at once
             wait *= 2
-    raise UserError(f"{name}: cannot be {what} in {TRIES} tries ({problem})")
+    raise UserError(f"{name}: cannot be {what} in {TRIES} tries ({problem}); check the connection "
+                    "and the credentials, and run the same command again")
 
 
 def fetch(url: str, *, cache: str = DEFAULT_CACHE.directory, names: tuple[str, ...] = ("*",)
