@@ -110,6 +110,7 @@ class ReadFile(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Name of the file, without its directory."""
         return self.path.name
 
 

@@ -68,6 +68,7 @@ class Found:
 
 
 def path_of(out_dir: str | Path, step: int) -> Path:
+    """Return where a run keeps the checkpoint of a step."""
     return Path(out_dir) / DIRECTORY / f"step-{step:08d}"
 
 
@@ -77,6 +78,7 @@ def step_of(path: Path) -> int:
 
 
 def is_step(name: str) -> bool:
+    """Return whether a file name is that of a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -168,6 +170,7 @@ def find(out_dir: str | Path, resume: str) -> Found:
 
 
 def warnings_of(skipped: list[str]) -> tuple[str, ...]:
+    """Return the log's line of each checkpoint that was skipped, with its problem."""
     return tuple(f"WARNING: checkpoint skipped: {line}" for line in skipped)
 
 

@@ -149,6 +149,7 @@ def finish_save(one: Save) -> Path:
 
 
 def empty(path: Path) -> None:
+    """Make an empty directory of what a killed save may have left; OSError if files stay."""
     shutil.rmtree(path, ignore_errors=True)  # the remains of a save that was killed
     if path.exists():  # some may stay: a file that is open over NFS, or of another user
         aside = path.with_name(f"{path.name.replace('step-', 'remains-')}-{os.getpid()}")
@@ -171,6 +172,7 @@ def write_my_files(one: Save, described: list, tensors, small: dict[str, str | b
 
 
 def write_manifest(one: Save, parts: list[dict[str, dict]]) -> None:
+    """Write the manifest, which makes a checkpoint whole; `parts`: {file: size, hash} by rank."""
     files = {name: entry for part in parts for name, entry in sorted(part.items())}
     assert {rank_file(rank) for rank in range(dist.world_size())} <= files.keys()
     manifest = {"version": find.VERSION, "step": find.step_of(one.path),

@@ -38,6 +38,7 @@ _BUFFER = "buffer."  # before the names of the module's buffers, in rank 0's fil
 
 
 def rank_file(rank: int) -> str:
+    """Return the name of a rank's tensors in a checkpoint."""
     return f"rank-{rank:05d}.safetensors"
 
 

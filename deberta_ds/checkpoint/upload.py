@@ -98,6 +98,7 @@ class Uploads:
         self._is_due.set()
 
     def is_running(self) -> bool:
+        """Return whether something is being copied, or waits for it."""
         return self._is_due.is_set() or self._is_at_work
 
     def _work(self) -> None:

@@ -33,14 +33,17 @@ _left_gloo = False
 
 
 def is_distributed() -> bool:
+    """Return whether there is a group of ranks."""
     return torch_dist.is_available() and torch_dist.is_initialized()
 
 
 def rank() -> int:
+    """Return this rank, 0 without a group."""
     return torch_dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
+    """Return the number of ranks, 1 without a group."""
     return torch_dist.get_world_size() if is_distributed() else 1
 
 
@@ -50,10 +53,12 @@ def local_rank() -> int:
 
 
 def is_main() -> bool:
+    """Return whether this is rank 0."""
     return rank() == 0
 
 
 def barrier() -> None:
+    """Wait until every rank is here."""
     if is_distributed():  # NCCL warns where it must guess the device
         on_gpu = torch_dist.get_backend() == "nccl"
         torch_dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)

@@ -192,6 +192,7 @@ def _port(job: str) -> str:
 
 
 def need_mpi4py(what: str) -> None:
+    """Raise UserError if mpi4py is missing; `what` needs it."""
     if util.find_spec("mpi4py") is None:
         raise UserError(f"{what}: needs mpi4py to find the ranks; pip install "
                         '"deberta_ds[mpi]", or pass MASTER_ADDR and MASTER_PORT '

@@ -48,6 +48,7 @@ class Holder:
 
 
 def this_process() -> Holder:
+    """Return what a lock says of the process that holds it: this one."""
     mine = process.look()
     assert mine is not None  # it runs
     return Holder(socket.gethostname(), process.machine(), mine.pid, mine.started,

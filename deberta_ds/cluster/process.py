@@ -28,6 +28,7 @@ class Process:
     state: str  # R running, S and D waiting, T stopped, Z ended
 
     def lives(self) -> bool:
+        """Return whether the process still runs, and not another one under its number."""
         now = look(self.pid)
         return now is not None and now.started == self.started and now.state not in "ZX"
 

@@ -91,6 +91,7 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
+        """Columns of a head."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -100,6 +101,7 @@ class ModelConfig:
 
     @property
     def largest_distance(self) -> int:
+        """Largest relative distance with a row of its own, in tokens."""
         return self.max_position if self.max_relative < 1 else self.max_relative
 
 

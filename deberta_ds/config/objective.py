@@ -118,4 +118,5 @@ class ObjectiveConfig:
                                  "leave it out")
 
     def temperature_at(self, run_fraction: float) -> float:
+        """Return the temperature of the generator's samples after a share of the run."""
         return _on_line(self.temperature, self.final_temperature, run_fraction)

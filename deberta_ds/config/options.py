@@ -45,6 +45,7 @@ class OneOfOrOwn:
 
     @property
     def own(self) -> str:
+        """How code of one's own is named in this option."""
         return "FILE.py or FILE.py:NAME" if self.module else "FILE.py:NAME"
 
     def __get_pydantic_core_schema__(self, source, handler):

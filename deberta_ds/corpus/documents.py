@@ -286,6 +286,7 @@ def input_kind(path: str) -> str | None:
 
 def split(extent: Extent, size: int, limit: int, options: ReadOptions
           ) -> Iterator[tuple[Extent, int]]:
+    """Yield (extent, its bytes) of the parts, of about `limit` bytes, of a file that can be cut."""
     if extent.kind == "parquet":
         yield from _split_parquet(extent)
         return

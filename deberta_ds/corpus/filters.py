@@ -149,6 +149,7 @@ class Tally:
             self._keep(next(iter(verdict.changes)), document)
 
     def merge(self, other: "Tally") -> None:
+        """Add the counts of another tally."""
         self.documents = list(map(sum, zip(self.documents, other.documents, strict=True)))
         add_up(self.dropped, other.dropped)
         add_up(self.changed, other.changed)

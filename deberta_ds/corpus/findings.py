@@ -132,6 +132,7 @@ def _dividing(read: ReadOptions) -> dict:
 
 
 def save_found(out: str, name: str, file: np.ndarray, where: np.ndarray) -> None:
+    """Write which documents a unit has found, ordered by (file, place in it)."""
     found = np.empty(len(file), dtype=FOUND)
     found["file"], found["where"] = file, where
     order = np.lexsort((found["where"], found["file"]))

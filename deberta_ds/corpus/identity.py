@@ -43,6 +43,7 @@ def identified(units: list[list[Extent]], out: str | Path, part: Part = None) ->
 
 
 def digest_of(parts: Iterable[str]) -> str:
+    """Return one xxh3 digest of several lines."""
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 

@@ -66,6 +66,7 @@ class OriginWriter:
         self._pending: list[list] = [[] for _ in _SCHEMA]
 
     def add(self, documents: list[Document], characters: list[int]) -> None:
+        """Write where documents are from, and how many characters they have."""
         self.extend([[document.path for document in documents],
                      [document.where for document in documents],
                      [document.id for document in documents],
@@ -104,6 +105,7 @@ class OriginWriter:
 
 
 def origins_path(corpus: str | Path, name: str) -> Path:
+    """Return the file with the origins of a shard's documents."""
     return Path(corpus) / DIRECTORY / f"{name}.parquet"
 
 

@@ -47,6 +47,7 @@ class Text:
 
     @cached_property
     def paragraphs(self) -> list[str]:
+        """Paragraphs, which end at an empty line."""
         return _PARAGRAPH_END.split(self.text.strip())
 
     @cached_property

@@ -53,6 +53,7 @@ class CorpusRecipe:
 
     @property
     def read(self) -> ReadOptions:
+        """How the files of this corpus are read."""
         return read_options_of(self)
 
 

@@ -144,6 +144,7 @@ def _is_begun(directory: Path) -> bool:
 
 
 def plan_text(description: dict) -> str:
+    """Return the text of plan.json."""
     return json.dumps(description, sort_keys=True, indent=1) + "\n"
 
 
@@ -160,6 +161,7 @@ def _is_same_job(directory: Path, text: str) -> bool:
 
 
 def check_description(directory: Path, text: str, home: Path) -> None:
+    """Raise UserError if a directory holds the begun output of another job."""
     path = directory / PLAN
     if path.exists():
         if _is_same_job(directory, text) or not (_is_begun(directory) or _is_begun(home)):
@@ -243,6 +245,7 @@ def run_units(directory: str | Path, function: Callable[..., dict], units: dict[
 
 
 def run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
+    """Run a unit, and write its result as the marker that it is done."""
     result = function(*args)
     write_atomic(markers / f"{name}.json", json.dumps(result, sort_keys=True) + "\n")
 
@@ -305,6 +308,7 @@ def _take_back(running: dict[Future, tuple]) -> tuple | None:
 
 
 def under_mpi() -> bool:
+    """Return whether mpirun started several processes."""
     sizes = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     return any(size not in (None, "", "1") for size in sizes)
 

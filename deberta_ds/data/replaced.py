@@ -70,6 +70,7 @@ def write_shard(directory: Path, draw: int, name: str, is_replaced_RL: np.ndarra
 
 
 def write_replaced_manifest(directory: Path, manifest: ReplacedManifest) -> None:
+    """Write the manifest, which makes a directory of replacements whole."""
     write_atomic(directory / MANIFEST, json.dumps(asdict(manifest), sort_keys=True) + "\n")
 
 

@@ -90,10 +90,12 @@ class Manifest:
 
     @property
     def documents(self) -> int:
+        """Documents of all shards."""
         return sum(shard.documents for shard in self.shards)
 
     @property
     def tokens(self) -> int:
+        """Tokens of all shards."""
         return sum(shard.tokens for shard in self.shards)
 
 
@@ -235,6 +237,7 @@ class ShardWriter:
 
     @property
     def documents(self) -> int:
+        """Documents written so far."""
         return len(self._ends)
 
     def append(self, ids: np.ndarray) -> None:

@@ -147,6 +147,7 @@ class HookedPasses:
         return loss, sums
 
     def hand_over(self, good: Tensor) -> None:
+        """Make the last backward pass; unless `good`, with NaN in place of its gradients."""
         with span("backward"):
             factor = torch.where(good, 1.0, torch.nan).to(self._loss.dtype)
             self._engine.backward(self._loss * factor)

@@ -31,6 +31,7 @@ def suffix_of(path: str | Path) -> str:
 
 
 def is_compressed(path: str | Path) -> bool:
+    """Return whether a file's name says that it is compressed."""
     return str(path).lower().endswith(COMPRESSED_SUFFIXES)
 
 

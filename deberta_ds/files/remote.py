@@ -36,6 +36,7 @@ DEFAULT_CACHE = Cache()
 
 
 def is_remote(path: str | Path) -> bool:
+    """Return whether a path is a URL."""
     return "://" in str(path)
 
 
@@ -220,6 +221,7 @@ def _get(system, path: str, target: Path, size: int, url: str) -> None:
 
 
 def remote_bytes(system, path: str) -> bytes | None:
+    """Return what is in a file of a file system, None if it cannot be read."""
     try:
         return system.cat_file(path)
     except Exception:  # each file system has errors of its own for what is not there

@@ -233,6 +233,7 @@ def as_text(title: str, scores: Mapping[str, Any]) -> str:
 
 
 def percent(value: float | None) -> str:
+    """Return a share as percent with one decimal, "-" if there is none."""
     return "-" if value is None else f"{100 * value:.1f}"
 
 

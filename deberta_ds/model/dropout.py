@@ -65,6 +65,7 @@ class DropoutMask:
 
     @property
     def scale(self) -> float:
+        """Factor of the elements that stay."""
         return 1 / (1 - self.threshold / _VALUES)
 
     @property

@@ -230,6 +230,7 @@ class Convolution(nn.Module):
 
     def forward(self, embedded_BLC: Tensor, first_layer_BLC: Tensor, segments_BL: Tensor,
                 key: Tensor | None) -> Tensor:
+        """Return the first layer's output [B, L, C] plus the embeddings' convolution, normed."""
         real_BL1 = (segments_BL > 0).unsqueeze(-1)
         taps = torch.cat([self._shift(embedded_BLC, segments_BL, tap - self.kernel // 2)
                           for tap in range(self.kernel)], dim=-1)

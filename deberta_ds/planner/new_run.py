@@ -68,6 +68,7 @@ class Text:
 
     @property
     def directories(self) -> list[str]:
+        """Packed corpora of the run, the held-out ones too."""
         return [source["path"] for source in self.data["sources"]] + _heldout(self.data)
 
 

@@ -55,6 +55,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
+        """Most bytes of a rank at one time."""
         return self.held + max(self.work, self.update)
 
 

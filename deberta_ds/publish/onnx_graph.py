@@ -56,14 +56,17 @@ class Graph:
         return name
 
     def input(self, name: str, shape: Shape) -> str:
+        """Declare an input of ids; return its name."""
         self.inputs.append(helper.make_tensor_value_info(name, TensorProto.INT64, shape))
         return name
 
     def output(self, value: str, name: str, shape: Shape) -> None:
+        """Declare a value as an output in fp32."""
         self.nodes.append(helper.make_node("Identity", [value], [name], f"output_{name}"))
         self.outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
 
     def linear(self, inputs: str, weight: Tensor, bias: Tensor | None, name: str) -> str:
+        """Add inputs x weight^T + bias; return the name of the result."""
         # MatMul with a constant on the right is what dynamic quantization looks for.
         product = self.add("MatMul", inputs, self.constant(weight.t(), f"{name}.weight"))
         return product if bias is None else self.add("Add", product,
@@ -79,6 +82,7 @@ class Graph:
         return self.add("LayerNormalization", inputs, weight, bias, epsilon=module.eps, axis=-1)
 
     def model(self, name: str, facts: dict[str, str]) -> onnx.ModelProto:
+        """Return the whole model; `facts` are its metadata."""
         graph = helper.make_graph(self.nodes, name, self.inputs, self.outputs,
                                   list(self.constants.values()))
         model = helper.make_model(graph, producer_name="deberta_ds", ir_version=IR_VERSION,

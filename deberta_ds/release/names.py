@@ -78,6 +78,7 @@ def to_ours(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
 
 
 def rename(tensors: dict[str, Tensor], table: dict[str, str]) -> dict[str, Tensor]:
+    """Return tensors under the names of `table`, by their whole names or all but the last part."""
     renamed = {}
     for name, tensor in tensors.items():
         stem, _, leaf = name.rpartition(".")

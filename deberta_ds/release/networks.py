@@ -60,6 +60,7 @@ class Release:
     identity: dict[str, str] = field(default_factory=dict)  # and digests of what was read
 
     def networks(self) -> dict[str, Network]:
+        """Return {"main" and "generator", if there is one: network}."""
         named = {"main": self.main}
         return named | ({"generator": self.generator} if self.generator else {})
 

@@ -88,6 +88,7 @@ class Sweep:
     runs: list[SeedRun] = Field(default_factory=list)
 
     def runs_of(self, task: str) -> list[SeedRun]:
+        """Return the runs of a task by seed."""
         return sorted((run for run in self.runs if run.task == task), key=lambda run: run.seed)
 
 
@@ -157,10 +158,12 @@ class Run:
 
     @property
     def last_step(self) -> int:
+        """Last step that the records tell of."""
         return max(record["step"] for record in self.train + self.evals)
 
     @property
     def total_steps(self) -> int:
+        """Steps of the whole run."""
         return max(self.last_step, self.saved.run.train.steps, 1)
 
     @property

@@ -50,6 +50,7 @@ class Table:
 
 
 def number(value: float | None, unit: str, kind: str = "n") -> Cell:
+    """Return the cell of a number in `unit` (deberta_ds/base/numbers.py)."""
     return Cell(format_value(value, unit), value, kind)
 
 

@@ -24,6 +24,7 @@ class Line:
         self.has_label = needed or "label" in value
 
     def fail(self, problem: str) -> NoReturn:
+        """Raise UserError with the place, the problem and the format that is expected."""
         raise UserError(f"{self.place}: {problem}\n  expected format: {line_format(self.task)}")
 
     def named(self, name: str) -> str:

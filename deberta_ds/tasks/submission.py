@@ -213,6 +213,7 @@ def check_table(task: Task, text: str, test: Sequence[Example], place: str) -> N
 
 
 def is_label(task: Task, label: str) -> bool:
+    """Return whether a leaderboard takes a label."""
     if task.head != "regress":
         return label in map(str, task.submitted)
     try:

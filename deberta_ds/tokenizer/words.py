@@ -65,6 +65,7 @@ def character_starts_word(character: str) -> bool:
 
 
 def is_unspaced(character: str) -> bool:
+    """Return whether a character is of a script that is written without spaces."""
     code = ord(character)
     return (any(low <= code <= high for low, high in UNSPACED_SCRIPTS)
             and unicodedata.category(character)[0] != "M")

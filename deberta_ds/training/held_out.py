@@ -131,6 +131,7 @@ def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
 
 
 def own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
+    """Return the score of a user's function; UserError if it fails or is no number."""
     try:
         score = user_code.function("evaluate.metrics", value)(total, per_token)
     except (Exception, SystemExit) as error:  # whatever a user's code may raise

@@ -67,10 +67,12 @@ class Journal:
 
     @property
     def sequences_seen(self) -> int:
+        """Sequences of all steps so far."""
         return batch_schedule.rows_before(self._run.train, self.step)
 
     @property
     def seconds(self) -> float:
+        """Seconds of training, those before a resume too."""
         return self._seconds_before + time.monotonic() - self._started
 
     def count(self, result: StepResult) -> None:
@@ -81,6 +83,7 @@ class Journal:
             self._since_line[name] = self._since_line.get(name, 0.0) + value
 
     def event(self, event: str, detail: str, **more: float | str) -> None:
+        """Record that something happened at this step."""
         self._log.metrics({"kind": "event", "step": self.step, "seconds": self.seconds,
                            "event": event, "detail": detail} | more)
 
@@ -121,6 +124,7 @@ class Journal:
                 self._log.info(slow)
 
     def say_where_time_goes(self) -> None:
+        """Log where the time went, and the slowest host."""
         self._log.info(self.meters.time_use.line(self.seconds))
         slowest, self._worked = find_slowest(self._worked, self._hosts), [0.0] * len(self._hosts)
         if slowest and slowest.share > meters.SHOWN_SHARE:

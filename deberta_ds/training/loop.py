@@ -178,6 +178,7 @@ class Saver:
             self.uploads is not None and path == self.uploads.current)
 
     def any_rank(self, flag: bool) -> bool:
+        """Return whether `flag` is true on some rank; call on every rank."""
         return bool(dist.sum_over_ranks(torch.tensor(float(flag), device=self.engine.device)))
 
 

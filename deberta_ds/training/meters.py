@@ -39,9 +39,11 @@ class SpeedMeter:
         self._started: float | None = None
 
     def start(self) -> None:
+        """Let time run."""
         self._started = time.perf_counter()
 
     def pause(self) -> None:
+        """Stop time until the next start."""
         if self._started is not None:
             self._seconds += time.perf_counter() - self._started
         self._started = None
@@ -124,6 +126,7 @@ class TimeUse:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
+        """Count the time of a block as that of `what`."""
         before = time.monotonic()
         try:
             yield
@@ -180,12 +183,14 @@ class WorkMeter:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
+        """Count the time of a block as work of this rank's processor."""
         before = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - before
 
     @contextmanager
     def computing(self) -> Iterator[None]:
+        """Count the time of a block as work of this rank, on a GPU the GPU's."""
         if not self._on_gpu:
             with self.loading():
                 yield

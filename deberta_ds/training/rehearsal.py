@@ -78,6 +78,7 @@ def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str
 
 
 def clock_lines(clocks: list[float], hosts: list[str]) -> list[str]:
+    """Return a line on the host whose clock is off the most, if that is much."""
     usual = statistics.median_low(clocks)  # one of them: of two, all of the difference is said
     off = {host: clock - usual for clock, host in zip(clocks, hosts, strict=True)}
     worst = max(off, key=lambda host: abs(off[host]))

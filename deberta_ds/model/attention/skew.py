@@ -108,6 +108,7 @@ class PositionTerm:
     table_HDC: Tensor
 
     def of_heads(self, heads: slice) -> "PositionTerm":
+        """Return the term of some heads."""
         return PositionTerm(self.expansion, self.table_HCD[heads], self.table_HDC[heads])
 
 

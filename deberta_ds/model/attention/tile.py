@@ -52,6 +52,7 @@ class Group:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows (sequences)."""
         return self.rows.stop - self.rows.start
 
     def part(self, tensor: Tensor) -> Tensor:
@@ -74,6 +75,7 @@ class Group:
         part.copy_(value.view_as(part))
 
     def tiles(self) -> list["Tile"]:
+        """Return the tiles of queries."""
         return [Tile(self, first, last) for first, last in self.blocks]
 
 

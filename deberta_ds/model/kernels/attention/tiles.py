@@ -71,4 +71,5 @@ def _architecture(capability: tuple[int, int]) -> str:
 
 @lru_cache  # asked at nearly every launch
 def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; that of an H100 for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
