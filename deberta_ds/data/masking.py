@@ -34,7 +34,7 @@ LONGEST_WORD = 16  # tokens
 def mask_row(ids: np.ndarray, word_start: np.ndarray, character_start: np.ndarray,
              special: np.ndarray, mask: MaskConfig, mask_id: int, rng: np.random.Generator,
              pad_id: int = 0, rate: float | None = None, flipped_L: np.ndarray | None = None,
-             part: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+             rare: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
 
     `word_start`, `character_start` (ids that begin a character) and `special` (pad, cls, sep, unk
@@ -42,7 +42,7 @@ def mask_row(ids: np.ndarray, word_start: np.ndarray, character_start: np.ndarra
     [MASK], `random_share` a random ordinary id, the rest stay. Labels are the original ids there
     and -100 elsewhere. A row with any word gets at least one target. `rate` is the row's; without
     it `mask.rate`. `flipped_L`: where a word starts though the table says not, or the other way.
-    `part`: ids of bytes, drawn only in a row that has them.
+    `rare`: special ids and those of bytes; a byte is drawn only in a row that has it.
     """
     special_L, begins_L = special[ids], word_start[ids]
     if flipped_L is not None:
@@ -71,7 +71,7 @@ def mask_row(ids: np.ndarray, word_start: np.ndarray, character_start: np.ndarra
     output[chosen[draw < mask.mask_share]] = mask_id
     shown_as_another = (draw >= mask.mask_share) & (draw < mask.mask_share + mask.random_share)
     replaced = chosen[shown_as_another]
-    drawn = ~special if part is None else ~(special | part)
+    drawn = ~(special if rare is None else rare)
     drawn[ids[~special_L]] = True
     ordinary = np.flatnonzero(drawn)
     output[replaced] = ordinary[(rng.random(len(replaced)) * len(ordinary)).astype(np.int64)]

@@ -64,8 +64,8 @@ class RowDataset:
         self._own_words = tokenizer.word_starts()  # where a corpus has `words`
         self._word_start = tokenizer.official_word_starts() if official else self._own_words
         self._character_start = tokenizer.character_starts()
-        self._special, self._part = tokenizer.is_special(), tokenizer.is_part()
-        self._mask_id = tokenizer.mask_id
+        self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
+        self._rare = self._special | tokenizer.is_part()
         self._cls_id, self._sep_id, self._pad_id = (tokenizer.cls_id, tokenizer.sep_id,
                                                     tokenizer.pad_id)
 
@@ -160,7 +160,7 @@ class RowDataset:
         rng = np.random.Generator(np.random.Philox(key=[self.seed, g]))
         input_ids, labels = mask_row(
             ids, word_start, self._character_start, self._special, self.mask, self._mask_id, rng,
-            pad_id=self._pad_id, rate=rate, flipped_L=flipped, part=self._part)
+            pad_id=self._pad_id, rate=rate, flipped_L=flipped, rare=self._rare)
         return Row(g, input_ids, labels, segments, positions,
                    slots=self.mask.slots(self.seq_len, rate))
 

@@ -128,7 +128,7 @@ def test_random_tokens_are_no_bytes_that_the_sequence_lacks():
     ids[1:5] = ids[part[ids] & ~SPECIAL[ids]][0]
     drawn = np.concatenate([mask_row(
         ids, WORD_START, ONE_A_TOKEN, SPECIAL, MaskConfig(mask_share=0.0, random_share=1.0), MASK,
-        np.random.default_rng(seed), part=part)[0] for seed in range(300)])
+        np.random.default_rng(seed), rare=part | SPECIAL)[0] for seed in range(300)])
     assert set(drawn[part[drawn]]) == set(ids[part[ids]])
     assert set(np.flatnonzero(~part & ~SPECIAL)) <= set(drawn)
 

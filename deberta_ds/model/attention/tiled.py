@@ -142,8 +142,9 @@ def _prepare(setting: _Setting, q_BHQD, k_BHLD, v_BHLD, *tables) -> Inputs:
     longest = max((span.stop - span.start for span in setting.spans), default=1)
     terms: list[PositionTerm | None] = []
     for table_HSD, of_keys in zip(tables, ROWS_ARE_KEYS, strict=True):
-        expanded = expansion(setting.geometry, longest, not of_keys, setting.clip, q_BHQD)
-        terms.append(None if table_HSD is None else make_term(expanded, table_HSD, scale))
+        terms.append(None if table_HSD is None else make_term(
+            expansion(setting.geometry, longest, not of_keys, setting.clip, q_BHQD), table_HSD,
+            scale))
     bits = random_bits(setting.seed, batch, heads, queries, keys) if setting.dropout else None
     return Inputs(q_BHQD, k_BHLD, v_BHLD, terms, scale, setting.dropout, bits, own_scratch())
 
