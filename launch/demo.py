@@ -6,7 +6,6 @@ each score has its 95 % interval and the baseline, which is what a model without
 """
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -246,9 +245,9 @@ def fine_tune(demo: Demo, size: Size) -> None:
 
 def wilson(share: float, count: int) -> tuple[float, float]:
     """Return the 95 % interval of a share of `count` independent answers (Wilson 1927)."""
-    middle = share + _Z**2 / (2 * count)
-    width = _Z * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2)
-    return tuple((middle + sign * width) / (1 + _Z**2 / count) for sign in (-1, 1))
+    from scipy.stats import binomtest
+
+    return tuple(binomtest(round(share * count), count).proportion_ci(method="wilson"))
 
 
 def print_summary(rows: list[Row]) -> None:

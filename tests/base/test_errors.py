@@ -158,7 +158,7 @@ def test_ctrl_c_is_one_word(body):
 def test_ctrl_c_while_a_script_imports(path):
     """Seconds go by in imports: they happen inside `main`, where Ctrl-C is one word."""
     light = {"argparse", "collections.abc", "contextlib", "dataclasses", "functools", "itertools",
-             "json", "math", "options", "os", "pathlib", "re", "runpy", "shutil", "subprocess",
+             "json", "options", "os", "pathlib", "re", "runpy", "shutil", "subprocess",
              "sys", "threading", "time", "typing", "deberta_ds.base.command_line",
              "deberta_ds.base.errors", "deberta_ds.base.files", "deberta_ds.base.numbers",
              "deberta_ds.finetuning.options", "deberta_ds.tracking.log",
