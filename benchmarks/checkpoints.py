@@ -30,10 +30,7 @@ from deberta_ds.checkpoint.run_record import RunRecord  # noqa: E402
 from deberta_ds.config import run_config  # noqa: E402
 from deberta_ds.engine import engine  # noqa: E402
 from deberta_ds.training.inputs import batches_of  # noqa: E402
-from deberta_ds.training.start import (
-    join_group,  # noqa: E402
-    open_run,  # noqa: E402
-)
+from deberta_ds.training.start import join_group, open_run  # noqa: E402
 from deberta_ds.training.step import train_step  # noqa: E402
 
 SIZES = {

@@ -32,7 +32,7 @@ def main() -> None:
         short, shared = [*more, 0, 0][:2]
         print(f"{name}: {found:,} of {searched:,} examples found"
               + f", {shared:,} of them only by words that more than {MANY} examples have (a "
-              "licence or an instruction? then leave it out of the file)" * bool(shared)
+              "license or an instruction? then leave it out of the file)" * bool(shared)
               + f"; {short:,} more have fewer than {SHORTEST} words and were not searched" * bool(
                   short))
     for sample in report.samples[:10]:

@@ -56,7 +56,6 @@ def main() -> None:
 
     from deberta_ds.base.files import write_atomic
     from deberta_ds.cluster import dist
-    from deberta_ds.cluster.dist import check_alike
     from deberta_ds.cluster.launcher import rank_variables
     from deberta_ds.evaluate import pair_scores
     from deberta_ds.release.reader import checkpoint_of
@@ -70,8 +69,9 @@ def main() -> None:
     # Of a run in training there may be a newer checkpoint a moment later.
     place = dist.broadcast_object(dist.together(lambda: checkpoint_of(options.model)))
     pairs, model = dist.together(lambda: (read_pairs(options.data), load(place)))
-    check_alike({f"hash of the model's {name}": digest for name, digest in model.identity.items()}
-                | {"hash of the pairs": sha256(repr(pairs).encode()).hexdigest()})
+    dist.check_alike({f"hash of the model's {name}": digest
+                      for name, digest in model.identity.items()}
+                     | {"hash of the pairs": sha256(repr(pairs).encode()).hexdigest()})
     if options.sample:
         pairs = sample_pairs(pairs, options.sample, options.seed)
     scored = dist.together(lambda: pair_scores.score_pairs(model, pairs, options.scoring))

@@ -61,8 +61,7 @@ def held(out_dir: str | Path) -> Iterator[None]:
 
     UserError on every rank if another job has it, or a host does not see the directory.
     """
-    own = this_process()
-    mine = dist.from_main(lambda: own)
+    mine = dist.from_main(this_process)
     path = Path(out_dir) / NAME
     dist.on_main(lambda: take(path, mine))
     ended = threading.Event()

@@ -52,7 +52,7 @@ _SAMPLES, _SHOWN = 5, 100  # documents shown of each unit, and in all
 @dataclass(frozen=True)
 class Contamination:
     """`examples` {evaluation file: [examples long enough to be searched, examples found, those that
-    are too short, those found by words alone that more than MANY examples have, such as a licence]}
+    are too short, those found by words alone that more than MANY examples have, such as a license]}
     (version 0.2.0 wrote two numbers), `documents` [searched, found], `samples` of what was found:
     place, evaluation file, words.
     """

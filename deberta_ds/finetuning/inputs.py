@@ -27,7 +27,6 @@ import xxhash
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.cluster import dist
-from deberta_ds.cluster.dist import check_alike
 from deberta_ds.cluster.process import machine
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
@@ -271,7 +270,7 @@ def read_tables(sweep: Sweep, task: Task) -> Tables:
     for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
         there = dist.together(lambda test=test: [
             readers.has_split(test, sweep.data, split) for split in ("val", "test")])
-        check_alike({f"{test.name}: there are val and test": there})
+        dist.check_alike({f"{test.name}: there are val and test": there})
         if test.predicted_by and there[0]:
             diagnostics[test.name] = read(test, "val")
         if there[1]:

@@ -24,7 +24,6 @@ from scipy.special import expit, softmax
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
-from deberta_ds.cluster.dist import check_alike
 from deberta_ds.finetuning.answers import MARGIN, answer_place
 from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.features import Feature, count_unknown, encode
@@ -63,8 +62,8 @@ def predict_file(
     not written.
     """
     dist.together(lambda: _check_options(data, out, keep))
-    check_alike({f"hash of the model's {name}": digest
-                 for name, digest in saved.identity.items()})
+    dist.check_alike({f"hash of the model's {name}": digest
+                      for name, digest in saved.identity.items()})
     model = finetuned_model(saved, device)
     task = replace(saved.task, form=replace(saved.task.form, encoding=encoding))
     bad = Faults(max_bad, out.with_name(f"{out.name}.bad_rows.txt"))
@@ -76,7 +75,7 @@ def predict_file(
     with written as temporary, open(temporary, "w", encoding="utf-8") as file:
         while True:
             block: list[Row] = dist.together(lambda: list(itertools.islice(rows, BLOCK_ROWS)))
-            check_alike({f"hash of {data} from row {count:,} on": xxhash.xxh3_128_hexdigest(
+            dist.check_alike({f"hash of {data} from row {count:,} on": xxhash.xxh3_128_hexdigest(
                 repr(block).encode("utf-8", "surrogatepass"))})
             if not block:
                 break

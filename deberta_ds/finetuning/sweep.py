@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
 from deberta_ds.cluster import dist
-from deberta_ds.cluster.dist import check_alike
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.finetuning.directory import (
     RESULT,
@@ -50,12 +49,12 @@ def run_all(sweep: Sweep) -> list[dict]:
                      init_from=initial.value[0], initial=initial.value[1],
                      keep_model=sweep.keep_models, show_scores=sweep.show_scores, say=sweep.say)
                  for seed in range(1, sweep.num_seeds + 1)]
-    check_alike({f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds]
-                 for key, value in flatten(
-                     job.identity() | {"DeepSpeed JSON": job.deepspeed}).items()})
+    dist.check_alike({f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds]
+                      for key, value in flatten(
+                          job.identity() | {"DeepSpeed JSON": job.deepspeed}).items()})
     done = dist.together(lambda: [finished(job) is not None for job in jobs])
-    check_alike({f"{job.out / RESULT} is there": is_done
-                 for job, is_done in zip(jobs, done, strict=True)})
+    dist.check_alike({f"{job.out / RESULT} is there": is_done
+                      for job, is_done in zip(jobs, done, strict=True)})
     unfinished = {job.task.name: job for job, is_done in zip(jobs, done, strict=True)
                   if not is_done}
     for job in unfinished.values():

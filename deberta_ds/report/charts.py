@@ -123,7 +123,7 @@ def _one_run(metric: Metric, run: Run) -> Chart:
     if base := _baseline(metric, run):
         series.append(Series(baseline_name(metric), base, "base", "baseline", run.clock))
     return Chart(metric.key, metric.title, metric.note, metric.unit, series, headline,
-                      last_x=run.last_step, marks=run.resumed_at)
+                 last_x=run.last_step, marks=run.resumed_at)
 
 
 def _several(metric: Metric, runs: list[Run]) -> Chart:
@@ -146,7 +146,7 @@ def _several(metric: Metric, runs: list[Run]) -> Chart:
         series += [Series(f"{baseline_name(metric)}, {runs[n].name}", base, f"run{n}", "baseline",
                           runs[n].clock) for n, base in bases]
     return Chart(metric.key, metric.title, f"{metric.note} {note}", metric.unit, series,
-                      last_x=max(run.last_step for run in runs), legend=True)
+                 last_x=max(run.last_step for run in runs), legend=True)
 
 
 def _run_chart(metric: Metric, headline: str, runs: list[Run]) -> list[Chart]:
@@ -160,8 +160,8 @@ def _run_chart(metric: Metric, headline: str, runs: list[Run]) -> list[Chart]:
     value = max(values) if headline == "Peak" else median(values)
     unit = "number" if metric.unit == "bytes" else metric.unit
     return [Chart(metric.key, metric.title, metric.note, unit, series,
-                       format_value(value, unit) if one else "", headline if one else "",
-                       from_zero=True, last_x=max(run.last_step for run in runs), legend=True)]
+                  format_value(value, unit) if one else "", headline if one else "",
+                  from_zero=True, last_x=max(run.last_step for run in runs), legend=True)]
 
 
 def _baseline(metric: Metric, run: Run) -> list[tuple[float, float]]:

@@ -133,4 +133,4 @@ def _curves(name: str, task: TaskScores, runs: list[SeedRun]) -> Chart | None:
         ends = [(0.0, task.baseline), (last, task.baseline)]
         series.append(Series("majority class", ends, "base", "baseline"))
     return Chart(f"task-{name}", "Score by epoch", "On the validation set, every seed.",
-                      "share", series, last_x=last, x_name="epoch", legend=True)
+                 "share", series, last_x=last, x_name="epoch", legend=True)

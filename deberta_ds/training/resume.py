@@ -119,7 +119,7 @@ def _decides_weights(key: str) -> bool:
 
 
 def restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord,
-             model_engine, log: RunLog) -> None:
+            model_engine, log: RunLog) -> None:
     """Load the checkpoint that was found into the engine, and say what differs."""
     assert found.path is not None  # where `record` is from
     find.load(model_engine, found.path)
