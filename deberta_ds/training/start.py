@@ -148,7 +148,7 @@ def agreed_kernels(choose: Callable[[], Any]) -> Any:
     if dist.local_rank() == 0:
         with suppress(UserError):
             choose()
-    for found in dist.gather_objects(kernel_check.verdicts):
+    for found in filter(None, dist.gather_objects(kernel_check.verdicts)):
         kernel_check.merge(found)
     return dist.together(choose)
 
