@@ -24,9 +24,9 @@ import tokenizers
 
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.tokenizer import words
-from deberta_ds.tokenizer.files import Files, read_settings
+from deberta_ds.tokenizer.files import Files, read_settings, token_name
 from deberta_ds.tokenizer.kinds import read_specification, subword_kind, what_is_lost
-from deberta_ds.tokenizer.roles import check_roles, look_up_roles, token_name
+from deberta_ds.tokenizer.roles import check_roles, look_up_roles
 
 # Workers are processes here; threads inside each would share the same cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

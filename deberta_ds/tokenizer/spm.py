@@ -29,7 +29,6 @@ from deberta_ds.tokenizer.roles import (
     Roles,
     check_roles,
     look_up_roles,
-    token_name,
 )
 
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
@@ -52,7 +51,7 @@ class SentencePieceEngine:
         proto = model_proto(data, path)
         _check_kind(proto, path)
         if any(piece.type == piece.USER_DEFINED for piece in proto.pieces):
-            named = filter(None, (token_name(settings.get(f"{role}_token")) for role in ROLES))
+            named = filter(None, (settings.get(f"{role}_token") for role in ROLES))
             processor = _load(with_control_roles(proto, named).SerializeToString(), path)
         try:
             self.pieces = processor.id_to_piece(list(range(processor.get_piece_size())))
@@ -190,7 +189,7 @@ def check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path) 
                             "the model does not hold; take them in with data_prep/"
                             f"train_tokenizer.py --extend {path} --out DIRECTORY")
     for role, number in roles.items():
-        named = token_name(settings.get(f"{role}_token"))
+        named = settings.get(f"{role}_token")
         if named is not None and number is not None and named != pieces[number]:
             raise UserError(f"{path}: the files next to it name {named!r} as the {role} token, but "
                             f"with this model it is {pieces[number]!r}; {remedy}")
