@@ -109,7 +109,7 @@ def exceptions(run) -> list[str]:
           f"{run.train.global_batch_size:,} sequences in {run.train.batch_warmup_steps:,} steps: "
           "the days are of all, the rest of a full one"] * (run.train.initial_batch_size > 0),
         *["frozen parts count as trained ones"] * bool(run.train.freeze),
-        *["muon: its products and sums are not in the times"] * (run.optim.name == "muon")]
+        *["muon: its matmuls and sums are not in the times"] * (run.optim.name == "muon")]
 
 
 def _sheet_number(text: str) -> float:

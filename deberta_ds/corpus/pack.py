@@ -113,6 +113,6 @@ def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> li
             corpus.check_tokenizer(tokenizer_sha256)
         files = corpus.verify(mode)
         lines.append(f"{path}/rows-{seq_len}: {files:,} files agree ({mode}), "
-                     f"{corpus.num_rows:,} rows, content hash {corpus.content_hash[:16]}")
+                     f"{corpus.num_rows:,} sequences, content hash {corpus.content_hash[:16]}")
     files = Origins(path).verify(mode)
     return [f"{path}/{DIRECTORY}: {files:,} files agree ({mode})", *lines]

@@ -63,10 +63,10 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
     counts = stats.manifest.counts
     documents, tokens = counts["documents"], counts["tokens"]
     lines = [stats.path, f"  documents   {documents:>15,}   longest {stats.longest:,} tokens",
-             f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} a document, "
-             f"{tokens / max(1, stats.word_starts):.2f} a word",
+             f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} per document, "
+             f"{tokens / max(1, stats.word_starts):.2f} per word",
              f"  characters  {counts['characters']:>15,}   "
-             f"{counts['characters'] / max(1, tokens):.2f} a token"]
+             f"{counts['characters'] / max(1, tokens):.2f} per token"]
     lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
     if listed := left_out(counts):
         lines.append(f"  left out    {listed}")
@@ -74,11 +74,11 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
         lines.append(f"  rows-{seq_len:<6} {rows:>15,}   {fill:.2%} full, "
                      f"{segments:.2f} document segments each, {hard_cuts:,} cuts inside a word")
     if set(stats.manifest.labels) - {""}:
-        lines += ["", "  label        documents         tokens   share  characters a token"]
+        lines += ["", "  label        documents         tokens   share  characters per token"]
         for label, (docs, characters, label_tokens) in stats.manifest.labels.items():
             lines.append(f"  {label or '(none)':<10} {docs:>11,} {label_tokens:>14,}  "
                          f"{label_tokens / max(1, tokens):6.2%}  {characters / label_tokens:>6.2f}")
-    lines += ["", "  tokens a document        documents"]
+    lines += ["", "  tokens per document      documents"]
     largest = max(1, int(stats.lengths.max()))
     for power in range(int(np.flatnonzero(stats.lengths).max(initial=0)) + 1):
         count = int(stats.lengths[power])

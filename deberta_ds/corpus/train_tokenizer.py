@@ -52,7 +52,7 @@ Languages = dict[str, tuple[int, float]]  # {label: (characters there, character
 def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions,
                  languages: Languages | None = None, max_bad: int = 0, *, is_raw: bool = False
                  ) -> Iterator[str]:
-    """Yield about `sample_bytes` of normalised (`is_raw`: unchanged) text: evenly from the start of
+    """Yield about `sample_bytes` of normalized (`is_raw`: unchanged) text: evenly from the start of
     every unit, or what `languages` says. UserError if there is none, or for more than `max_bad`
     unreadable documents; others are named on stderr.
     """
@@ -211,7 +211,7 @@ def _train_unigram(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, sy
     """Write the model to `out` and return it: byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (tokenizer/normalization.py), next to which
-    it keeps case and width; decoding gives normalised text back. Scores are rounded (`_finished`).
+    it keeps case and width; decoding gives normalized text back. Scores are rounded (`_finished`).
     """
     for symbol in symbols:  # found before the normalizer here, behind it in an export
         plain = unicodedata.normalize("NFKC" if wanted.normalization else "NFC", symbol)

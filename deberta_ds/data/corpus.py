@@ -190,7 +190,7 @@ class Corpus:
     def _find(self, index: int) -> tuple[int, int]:
         """Return (shard number, row in it) of row `index`."""
         if not (0 <= index < self.num_rows):
-            raise IndexError(f"row {index} is outside the {self.num_rows} rows of {self.path}")
+            raise IndexError(f"{self.path}: no sequence {index} in its {self.num_rows}")
         number = int(self._cumulative.searchsorted(index, side="right")) - 1
         return number, index - int(self._cumulative[number])
 

@@ -15,7 +15,7 @@
 A crash leaves no manifest, hence no half corpus that opens. numpy.load opens every file.
 
 Each row holds whole document segments, each framed as [CLS] segment [SEP]. They are placed best-fit
-among 64 open rows in stream order: 99.2 to 99.8 % fill, no sort, neighbours stay together. A
+among 64 open rows in stream order: 99.2 to 99.8 % fill, no sort, neighbors stay together. A
 document longer than a row is cut, and the cut moves back to a word start so that no segment begins
 inside a word; only a word longer than half a row is cut hard (and counted).
 """

@@ -271,7 +271,7 @@ def describe(scored: PairScores, pairs: list[MinimalPair], model: str, data: str
             "ranks": dist.world_size(),
             "seconds": round(scored.seconds, 2),
             "headlines": [name for name in HEADLINES if name in scored.scores],
-            "interval": f"{_LEVEL:.0%} bootstrap over pairs, {_DRAWS:,} draws",
+            "interval": f"{_LEVEL:.0%} bootstrap over pairs, {_DRAWS:,} samples",
             "scorers": summarize(scored, pairs)}
 
 

@@ -52,7 +52,7 @@ from deberta_ds.training.inputs import Input
 _BLOCK_ROWS = 4096
 _SAY_SECONDS = 10.0  # between two lines on the progress of encoding
 _values_of = attrgetter(*[field.name for field in fields(Feature)][1:])  # all but its position
-CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
+CARVED_SHARE = 0.8  # of a labeled validation split, where the train file is not at hand
 _CARVE_SEED = 0
 
 

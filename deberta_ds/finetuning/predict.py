@@ -139,7 +139,7 @@ def predictions_of(
 def scores_of(
     task: Task, examples: Sequence[Example], predictions: Sequence[metrics.Prediction]
 ) -> dict[str, Any]:
-    """Return the scores of the labelled examples as JSON has them, {} if none is labelled.
+    """Return the scores of the labeled examples as JSON has them, {} if none is labeled.
 
     "metrics" and "score" hold {"value", "low", "high"}; "classes" {"precision", "recall", "f1",
     "support"}; "groups" the first two for each value of the task's `group` column, and of SQuAD

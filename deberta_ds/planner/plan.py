@@ -241,9 +241,9 @@ def advise(run: RunConfig, ds: dict, best: Choice, parameters: int, *, gpu: Gpu,
 
 
 def offloaded(choices: list[Choice], gpus: int) -> list[str]:
-    """Return what a host needs besides its GPUs, and what the times lack; [] without offload."""
+    """Return what a node needs besides its GPUs, and what the times lack; [] without offload."""
     most = max(choice.memory.offloaded for choice in choices)
-    return [f"offload: {gpus * most / 1e9:,.1f} GB of each host's memory (or disk, where the JSON "
+    return [f"offload: {gpus * most / 1e9:,.1f} GB of each node's memory (or disk, where the JSON "
             "says nvme); the CPU's Adam and the transfers are not in the times"] if most else []
 
 

@@ -62,7 +62,7 @@ class LoadedModel:
         """UserError if rows of `tokens` are longer than the positions of this model, of `place`."""
         if tokens > self.model_config.max_position:
             raise UserError(f"{place}: has {self.model_config.max_position} positions, but the "
-                            f"rows have up to {tokens} tokens")
+                            f"sequences have up to {tokens} tokens")
 
 
 def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_text: bool = False

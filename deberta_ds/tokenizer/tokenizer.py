@@ -88,7 +88,7 @@ class Tokenizer:
 
     def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
         """Return (int32 ids of all texts, how many each has), fast, for short texts too; they are
-        normalised, unless `normalizes_itself`.
+        normalized, unless `normalizes_itself`.
         """
         return self._engine.encode_joined(texts)
 

@@ -27,8 +27,7 @@ REPOSITORY = re.search(r'REPOSITORY = "(.+)"', (ROOT / "setup.py").read_text()).
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")),
          *sorted((ROOT / "examples/models").rglob("README.md"))]
 _SOURCES = re.compile(r"<!-- sources\n(.*?)-->", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\w.,-])-?\d+(?:,\d{3})*(?:\.\d+)?(?:[kMBT]\b)?"
-                     r"(?![\w-]*[A-Za-z]|\d|\.\d)")
+_NUMBER = re.compile(r"(?<![\w.,-])-?\d+(?:,\d{3})*(?:\.\d+)?(?:[kMBT]\b)?(?![\w-]*[A-Za-z]|\.?\d)")
 _FILE = re.compile(r"`([\w./-]+\.(?:jsonl?|txt|py)|tests/\w+)`|python -m (benchmarks[\w.]+)")
 _COMMIT = re.compile(r"`[0-9a-f]{8}:\S+`")
 _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
