@@ -71,9 +71,10 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "ObjectiveCon
 
     Overrides are written as for a run: --objective.mask.rate=0.3 --data.seed=1
     """
+    from deberta_ds.base.errors import ConfigError
     from deberta_ds.config import run_config, toml_files
     from deberta_ds.config.batch_schedule import rows_of_run
-    from deberta_ds.config.options import ConfigError, validate
+    from deberta_ds.config.options import validate
     from deberta_ds.release import shape
 
     if args.config:

@@ -24,7 +24,7 @@ def load(path: str):
     import torch
 
     from deberta_ds.cluster import dist
-    from deberta_ds.engine.gpus import count_gpus
+    from deberta_ds.cluster.launcher import count_gpus
     from deberta_ds.release.reader import load_backbone
 
     gpus = count_gpus()

@@ -15,9 +15,8 @@ from typing import Any
 
 from deberta_ds.base import command_line
 from deberta_ds.base.command_line import fill
-from deberta_ds.base.errors import UserError, looked_in, refuse_pipe
+from deberta_ds.base.errors import ConfigError, UserError, looked_in, refuse_pipe
 from deberta_ds.base.json_files import read_json, typed
-from deberta_ds.config.options import ConfigError
 
 BUILT = "corpus.json"
 

@@ -20,7 +20,7 @@ _MANY_BYTES = 0.02
 @dataclass(frozen=True)
 class CorpusStats:
     """Figures of one corpus. `lengths` counts documents of 2**i .. 2**(i+1) - 1 tokens;
-    `frequencies` counts each id; `plans` is (seq_len, rows, fill, pieces per row, hard cuts).
+    `frequencies` counts each id; `plans` is (seq_len, rows, fill, segments per row, hard cuts).
     """
 
     path: str
@@ -49,10 +49,10 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
     for seq_len in planned_lengths(path):
         plan, _ = read_rows_manifest(rows_directory(path, seq_len))
         rows = sum(shard.rows for shard in plan.shards)
-        pieces = sum(shard.pieces for shard in plan.shards)
-        used = sum(shard.tokens for shard in plan.shards) + 2 * pieces
+        segments = sum(shard.pieces for shard in plan.shards)
+        used = sum(shard.tokens for shard in plan.shards) + 2 * segments
         fill = used / max(1, rows * plan.seq_len)
-        plans.append((plan.seq_len, rows, fill, pieces / max(1, rows), plan.hard_cuts))
+        plans.append((plan.seq_len, rows, fill, segments / max(1, rows), plan.hard_cuts))
     starts = int(frequencies[tokenizer.stored_word_starts()].sum())
     frequencies = frequencies.reshape(2, -1).sum(0)
     return CorpusStats(str(path), manifest, lengths, frequencies, plans, longest, starts)
@@ -70,9 +70,9 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
     lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
     if listed := left_out(counts):
         lines.append(f"  left out    {listed}")
-    for seq_len, rows, fill, pieces, hard_cuts in stats.plans:
+    for seq_len, rows, fill, segments, hard_cuts in stats.plans:
         lines.append(f"  rows-{seq_len:<6} {rows:>15,}   {fill:.2%} full, "
-                     f"{pieces:.2f} document segments each, {hard_cuts:,} cuts inside a word")
+                     f"{segments:.2f} document segments each, {hard_cuts:,} cuts inside a word")
     if set(stats.manifest.labels) - {""}:
         lines += ["", "  label        documents         tokens   share  characters per token"]
         for label, (docs, characters, label_tokens) in stats.manifest.labels.items():

@@ -19,8 +19,8 @@ class Row:
     """One packed and masked row.
 
     row: global row number g. input_ids i64[L]. labels i64[L]: original id at masked positions, -100
-    elsewhere. segments i32[L]: 0 = padding, 1.. = piece number. positions i32[L]. slots: for how
-    many targets a batch has room, whatever the row has; 0: for those that there are.
+    elsewhere. segments i32[L]: 0 = padding, 1.. = document segment. positions i32[L]. slots: for
+    how many targets a batch has room, whatever the row has; 0: for those that there are.
     """
 
     row: int

@@ -2,7 +2,7 @@
 
     g -> mixture -> source s, index j
     first_sequence + j -> epoch e, position p -> Permutation(rows_s, key=(seed, s, e)) -> its row
-    row -> pieces, each framed as [CLS] piece [SEP]
+    row -> document segments, each framed as [CLS] segment [SEP]
     masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere;
     their rate is a function of g and of the run's number of rows
 """
@@ -110,18 +110,18 @@ class RowDataset:
         return self.build(g, self.read(g))
 
     def read(self, g: int) -> list[np.ndarray]:
-        """Return the stored pieces of row g: all of a row that needs the disk; thread-safe."""
+        """Return the stored segments of row g: all of a row that needs the disk; thread-safe."""
         source, row = self.locate(g)
         return self._corpora[source].stored_row(row)
 
-    def build(self, g: int, pieces: list[np.ndarray]) -> Row:
-        """Return row g from the pieces that `read` has given."""
+    def build(self, g: int, stored: list[np.ndarray]) -> Row:
+        """Return row g from the segments that `read` has given."""
         if self.mask.final_rate is not None and not self._rows_of_run:
             raise UserError("objective.mask.final_rate: the rate depends on the place of a "
                             "sequence in a run, and this is none; name a run file, or leave it out")
         last = self._rows_of_run - 1
         rate = self.mask.rate_at(g / last if last > 0 else 0.0)
-        return self._build(pieces, g, self.locate(g), rate, self.draw(g))
+        return self._build(stored, g, self.locate(g), rate, self.draw(g))
 
     def draw(self, g: int) -> int:
         """Return which stored sample row g takes: by its epoch, or by its place in the run."""
@@ -138,11 +138,11 @@ class RowDataset:
         """Return row `row` of the first source as stored; masks are keyed by (seed, row)."""
         return self._build(self._corpora[0].stored_row(row), row, (0, row), self.mask.rate_at(1.0))
 
-    def _build(self, pieces: list[np.ndarray], g: int, place: tuple[int, int], rate: float,
+    def _build(self, stored: list[np.ndarray], g: int, place: tuple[int, int], rate: float,
                draw: int = 0) -> Row:
         source, row = place
         corpus, replaced, size = self._corpora[source], self._replaced[source], len(self._special)
-        ids, segments, positions = frame_pieces(pieces, self.seq_len, self._cls_id, self._sep_id,
+        ids, segments, positions = frame_segments(stored, self.seq_len, self._cls_id, self._sep_id,
                                                 self.attend_across_documents, self._pad_id)
         word_start, flipped = self._word_start, None
         if corpus.manifest.words:
@@ -165,22 +165,22 @@ class RowDataset:
                    slots=self.mask.slots(self.seq_len, rate))
 
 
-def frame_pieces(pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int,
+def frame_segments(stored: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int,
                  attend_across_documents: bool, pad_id: int = 0
                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] piece [SEP] [CLS] ...
+    """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] segment [SEP] [CLS] ...
 
-    Segments number the pieces and positions restart in each, unless `attend_across_documents`: then
+    `segments` numbers them and positions restart in each, unless `attend_across_documents`: then
     the row is one segment with positions 0, 1, 2, ... as in the official preparation.
     """
     ids = np.full(seq_len, pad_id, dtype=np.int64)
     segments = np.zeros(seq_len, dtype=np.int32)
     positions = np.zeros(seq_len, dtype=np.int32)
     offset = 0
-    for number, piece in enumerate(pieces, start=1):
-        end = offset + len(piece) + 2
+    for number, segment in enumerate(stored, start=1):
+        end = offset + len(segment) + 2
         ids[offset] = cls_id
-        ids[offset + 1 : end - 1] = piece
+        ids[offset + 1 : end - 1] = segment
         ids[end - 1] = sep_id
         segments[offset:end] = number
         positions[offset:end] = np.arange(end - offset)

@@ -14,10 +14,10 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line
-from deberta_ds.base.errors import refuse_pipe
+from deberta_ds.base.errors import ConfigError, raise_problems, refuse_pipe
 from deberta_ds.base.json_files import parse_json
 from deberta_ds.base.numbers import counted
-from deberta_ds.config.options import STRICT, ConfigError, nearest, problems_of, raise_problems
+from deberta_ds.config.options import STRICT, nearest, problems_of
 from deberta_ds.config.run_config import RunConfig
 
 # Computed by the run config; in the JSON they may only be absent or "auto".

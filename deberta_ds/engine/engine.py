@@ -24,11 +24,10 @@ import torch
 from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from torch import Tensor, nn
 
-from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.errors import ConfigError, UserError, first_line
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
-from deberta_ds.cluster.launcher import check_environment, meet_mpi, rank_variables
-from deberta_ds.config.options import ConfigError
+from deberta_ds.cluster.launcher import check_environment, count_gpus, meet_mpi, rank_variables
 from deberta_ds.config.run_config import OptimConfig, RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.clipping import (
@@ -37,11 +36,10 @@ from deberta_ds.engine.clipping import (
     measure_in_pieces,
     reduce_nothing,
 )
-from deberta_ds.engine.gpus import count_gpus
+from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.engine.passes import HookedPasses, build_passes
-from deberta_ds.engine.state import check_restorable
 from deberta_ds.model import cpu
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
@@ -159,7 +157,6 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
                                       config=ds)
     check_engine(engine)
-    check_restorable(engine)
     if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
         measure_in_pieces(engine.optimizer)
     if type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer":  # ZeRO-1 and 2
@@ -325,10 +322,22 @@ def check_machine(values: dict, place: str) -> list[str]:
 
 
 def check_engine(engine) -> None:
-    """Raise ConfigError if the engine lacks a part that the code relies on."""
+    """Raise UserError if the engine lacks a part that the code relies on, or if its state could not
+    be saved and loaded.
+    """
+    kind, is_plain = type(engine.optimizer).__name__, isinstance(engine.optimizer,
+                                                                 torch.optim.Optimizer)
+    if not is_plain and kind not in OPTIMIZER_PARTS:
+        raise CheckpointError(f"the DeepSpeed config leads to {kind}, whose state could not be "
+                              "saved and loaded; use plain ZeRO-0, 1, 2 or 3 "
+                              "(docs/explanation/reliability.md)")
     check_parts("engine", engine, ENGINE_PARTS)
-    parts = OPTIMIZER_PARTS.get(type(engine.optimizer).__name__, ("param_groups", "state"))
-    check_parts("optimizer", engine.optimizer, parts)
+    check_parts("optimizer", engine.optimizer,
+                ("param_groups", "state") if is_plain else OPTIMIZER_PARTS[kind])
+    if engine.dp_world_size != dist.world_size():
+        raise CheckpointError(
+            f"the DeepSpeed config splits {dist.world_size()} ranks into groups (tensor or "
+            "sequence parallelism), whose checkpoints could not be loaded; leave those keys out")
     if engine.zero_optimization_stage() == 3:
         parameter = next(p for p in engine.module.parameters() if p.requires_grad)
         check_parts("parameter", parameter, ZERO3_PARAMETER_PARTS)

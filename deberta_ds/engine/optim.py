@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from deberta_ds.base import user_code
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.base.user_code import is_own
-from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.muon import Muon
 from deberta_ds.model.parts import layer_shares

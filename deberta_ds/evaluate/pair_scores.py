@@ -50,7 +50,7 @@ _LOGITS_AT_ONCE = 1 << 22
 _FEW_PAIRS = 5  # of a paradigm, whose pairs are resampled by themselves
 
 SCORERS = {"pll_word": "PLL by word (of whole-word masking)",
-           "pll_word_ids": "PLL by word (published: word_ids)", "pll_piece": "PLL by token",
+           "pll_word_ids": "PLL by word (published: word_ids)", "pll_token": "PLL by token",
            "discriminator_sum": "discriminator, sum", "discriminator_mean": "discriminator, mean",
            "discriminator_differing": "discriminator, differing tokens"}
 # By reasoning, not by score: these are log-probabilities of the whole sentence.
@@ -125,7 +125,7 @@ def _likelihoods(model: LoadedModel, sentences: list[list[int]],
         values[items] = part
     return {name: np.bincount(queries.sentence, weights=values * chosen, minlength=len(sentences))
             for name, chosen in (("pll_word_ids" if word_ids else "pll_word", queries.by_word),
-                                 ("pll_piece", queries.by_token))}
+                                 ("pll_token", queries.by_token))}
 
 
 def _originality(model: LoadedModel, sentences: list[list[int]], place: np.ndarray

@@ -143,8 +143,8 @@ def deepspeed(path: str | None) -> tuple[str, dict]:
     """Return the name of a DeepSpeed JSON and its values; of this machine's where none is given."""
     import torch
 
+    from deberta_ds.cluster.launcher import count_gpus
     from deberta_ds.engine import ds_config
-    from deberta_ds.engine.gpus import count_gpus
 
     if not path and count_gpus() and torch.cuda.is_bf16_supported(including_emulation=False):
         path = _GPU_JSON

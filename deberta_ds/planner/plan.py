@@ -15,9 +15,8 @@ and backward) and (update).
 
 from dataclasses import dataclass, replace
 
-from deberta_ds.base.errors import UserError, tell
+from deberta_ds.base.errors import UserError, raise_problems, tell
 from deberta_ds.config.batch_schedule import micro_batches, problems_with_ranks, stretches
-from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import Gpu

@@ -112,9 +112,9 @@ class RunLog:
         """
         if not self._is_main:
             return
-        record = records.finite(record)
         with self._writing():
             records.append(self.path, record)
+        record = records.finite(record)
         self._show(record)
         if record["kind"] != "event":
             with self._writing():

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deberta_ds.base import user_code
+from deberta_ds.base.errors import raise_problems
 from deberta_ds.base.numbers import format_count
 from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule
 from deberta_ds.config.model import padded_rows
-from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader

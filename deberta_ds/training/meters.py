@@ -30,10 +30,9 @@ from deberta_ds.tracking.records import read_metrics
 class SpeedMeter:
     """Time and tokens since the last reading; evaluation and saving are left out."""
 
-    def __init__(self, flops_per_token: float, peak: float | None, world_size: int,
-                 sequences_seen: int):
+    def __init__(self, peak: float | None, world_size: int, sequences_seen: int):
         """`sequences_seen` are those of the run before this process."""
-        self._flops_per_token, self._peak, self._world_size = flops_per_token, peak, world_size
+        self._peak, self._world_size = peak, world_size
         self._seconds = 0.0
         self._sequences_seen, self._tokens = sequences_seen, 0.0
         self._started: float | None = None
@@ -52,12 +51,13 @@ class SpeedMeter:
         """Count tokens of this process; a resumed line holds some of an earlier one, too."""
         self._tokens += tokens
 
-    def read(self, sequences_seen: int, rows_of_run: int) -> dict[str, float | None]:
+    def read(self, sequences_seen: int, rows_of_run: int, flops_per_token: float
+             ) -> dict[str, float | None]:
         """Return the speed since the last reading, and reset."""
         self.pause()
         tokens, seconds = self._tokens, max(self._seconds, 1e-9)
         rows = max(sequences_seen - self._sequences_seen, 1)
-        flops = self._flops_per_token * tokens / seconds
+        flops = flops_per_token * tokens / seconds
         self._seconds, self._sequences_seen, self._tokens = 0.0, sequences_seen, 0.0
         self.start()
         return {"tokens_per_second": tokens / seconds, "flops_per_second": flops,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base import user_code
-from deberta_ds.base.errors import EXIT_REQUEUE, UserError
+from deberta_ds.base.errors import EXIT_REQUEUE, ConfigError, UserError, raise_problems
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.base.version import __version__
@@ -26,9 +26,8 @@ from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.model import RANDOM, ModelConfig
-from deberta_ds.config.options import ConfigError, raise_problems
 from deberta_ds.config.run_config import RunConfig, SourceConfig
-from deberta_ds.config.toml_files import flatten, non_default_texts
+from deberta_ds.config.toml_files import non_default_texts
 from deberta_ds.engine import ds_config, engine, passes
 from deberta_ds.engine.engine import local_device
 from deberta_ds.engine.optim import thaw_factor
@@ -122,9 +121,8 @@ def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any
     asked on the command line. Raises UserError, on every rank.
     """
     warnings = engine.check_machine(ds_values, place)
-    join(flatten(run_config.to_dict(run)) | (asked or {}) | {
-        "out_dir, absolute": os.path.abspath(run.out_dir)} | {
-        f"{key} of the DeepSpeed JSON": value for key, value in flatten(ds_values).items()})
+    join(run_config.to_dict(run) | (asked or {}) | {
+        "out_dir, absolute": os.path.abspath(run.out_dir), "DeepSpeed JSON": ds_values})
     agreed_kernels(partial(kernel_choices, run.model, ds_values, run.data.seq_len))
     dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))
     if local_device().type == "cpu":
@@ -148,7 +146,7 @@ def agreed_kernels(choose: Callable[[], Any]) -> Any:
     if dist.local_rank() == 0:
         with suppress(UserError):
             choose()
-    for found in dist.gather_objects(kernel_check.verdicts):
+    for found in filter(None, dist.gather_objects(kernel_check.verdicts)):
         kernel_check.merge(found)
     return dist.together(choose)
 

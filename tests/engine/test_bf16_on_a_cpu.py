@@ -9,8 +9,8 @@ import torch
 from deepspeed import get_accelerator
 from launching import ROOT, make_run, options_of
 
+from deberta_ds.base.errors import ConfigError
 from deberta_ds.config import run_config
-from deberta_ds.config.options import ConfigError
 from deberta_ds.data.batch import Row, collate
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.model import cpu

@@ -10,9 +10,8 @@ import pytest
 import torch
 from launching import ENVIRONMENT, ROOT, make_run, python
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
-from deberta_ds.config.options import ConfigError
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import GPUS, card_of, cpu_ranks, peak_flops
 from deberta_ds.engine.passes import are_summed

@@ -31,8 +31,6 @@ import torch
 from deberta_ds.base import splitmix
 from deberta_ds.base.files import temporary_directory, write_atomic
 
-OFF = "DEBERTA_DS_KERNELS"  # "0": no Triton kernels, torch's operators alone
-OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
 # Relative, of every result: three times what rounding the input dtype costs.
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 SOURCES = (Path(__file__).parents[1], Path(splitmix.__file__))  # what a passed check depends on
@@ -122,22 +120,6 @@ def _run(request: tuple, compare: Callable[..., tuple[float, str]]) -> Verdict:
 
 def _failed(device: torch.device, text: str) -> Verdict:
     return Verdict(False, f"on {socket.gethostname()}, {device}: {text}")
-
-
-def interpreted() -> bool:
-    """Return whether Triton runs its kernels on the CPU, as tests have it."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def obstacle(device: torch.device) -> str:
-    """Return what keeps any Triton kernel from running on a device, or an empty string."""
-    if os.environ.get(OFF) == "0":
-        return f"{OFF}=0"
-    if device.type != "cuda" and not interpreted():
-        return "no GPU"
-    if not interpreted() and torch.cuda.get_device_capability(device) < OLDEST:
-        return "the card has no compute capability {}.{}".format(*OLDEST)
-    return ""
 
 
 def keep_on_this_node() -> None:
