@@ -127,7 +127,7 @@ class Corpus:
         return 4 * len(range(rank, len(self._shards), world_size))
 
     def _check_rows(self, number: int) -> None:
-        """UserError naming the first row of a shard that `row` would refuse."""
+        """UserError naming the first row of a shard that `row` would reject."""
         shard, rows = self._shards[number]
         paths = self._paths(number)
         segments, starts = map_array(paths.segments), map_array(paths.starts).astype(np.int64)

@@ -71,7 +71,7 @@ class RowDataset:
 
     @property
     def content_hashes(self) -> dict[str, str]:
-        """Return {source path: hex}: what a checkpoint stores to refuse another corpus."""
+        """Return {source path: hex}: what a checkpoint stores to reject another corpus."""
         return {source.path: corpus.content_hash
                 + (f", replaced {replaced.content_hash}" if replaced else "")
                 for source, corpus, replaced in zip(self.sources, self._corpora, self._replaced,

@@ -23,7 +23,7 @@ from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.heads import TaskOutput
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.annotations import PREFIXED
-from deberta_ds.tasks.layouts import Example, is_labelled
+from deberta_ds.tasks.layouts import Example, is_labeled
 from deberta_ds.tasks.metrics import Prediction, spans_of
 from deberta_ds.tasks.task import Task
 
@@ -145,7 +145,7 @@ def scores_of(
     "support"}; "groups" the first two for each value of the task's `group` column, and of SQuAD
     v2.0 for questions with and without an answer.
     """
-    pairs = [pair for pair in zip(examples, predictions, strict=True) if is_labelled(pair[0])]
+    pairs = [pair for pair in zip(examples, predictions, strict=True) if is_labeled(pair[0])]
     if not pairs:
         return {}
     gold, guesses = zip(*pairs, strict=True)

@@ -36,7 +36,7 @@ from deberta_ds.finetuning.predict import (
 )
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.tasks.labels import is_ignored, to_line, without_label
-from deberta_ds.tasks.layouts import Example, examples_of, is_labelled
+from deberta_ds.tasks.layouts import Example, examples_of, is_labeled
 from deberta_ds.tasks.metrics import Prediction
 from deberta_ds.tasks.submission import as_written
 from deberta_ds.tasks.tables import Faults, each_row
@@ -94,7 +94,7 @@ def predict_file(
                                  global_batch_size=global_batch_size, device=device)
             guesses = predictions_of(task, examples, scores, saved.threshold)
             labeled += [(replace(example, sequences=(), spans=()), guess) for example, guess in
-                         zip(examples, guesses, strict=True) if is_labelled(example)]
+                         zip(examples, guesses, strict=True) if is_labeled(example)]
             found = zip(examples, guesses, scores, strict=True)
             for line in _lines(task, block, first, keep, bad, found):
                 # A kept column may hold a date, or another thing JSON has not.

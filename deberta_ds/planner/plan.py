@@ -188,7 +188,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
         for stage in (0, 1, 2, 3):
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
             if ds_config.problems_between(staged):
-                continue  # pretrain would refuse it
+                continue  # pretrain would reject it
             summed = are_summed(staged, accumulation > 1) or not obstacle(
                 run, staged, "cpu" if gpu.is_cpu else "cuda")
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1, summed)

@@ -5,7 +5,7 @@ Formats, told apart by their files:
     foreign     config.json or model_config.json next to safetensors or `.bin` files: Hugging Face
                 directories, microsoft pairs, official training output (discriminator/, generator/)
 
-Public files mix the two foreign worlds (config.json beside a `.bin` with microsoft's heads), so one
+Public files mix both foreign worlds (config.json next to a `.bin` with microsoft's heads), so one
 reader serves both and goes by the names of the tensors.
 """
 

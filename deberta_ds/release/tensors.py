@@ -1,7 +1,7 @@
 """Reading weight files from anywhere: safetensors, and `.bin` without running what is in it.
 
 A `.bin` is a pickle; it is only ever read with `weights_only=True`, which builds tensors and plain
-containers and refuses everything else.
+containers and rejects everything else.
 """
 
 import io

@@ -51,7 +51,7 @@ class Example:
     place: str = field(default="", compare=False)  # file and line it was read from
 
 
-def is_labelled(example: Example) -> bool:
+def is_labeled(example: Example) -> bool:
     """Return whether an example can be scored."""
     return example.label is not None or bool(example.gold)
 

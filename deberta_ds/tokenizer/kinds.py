@@ -125,7 +125,7 @@ def _parts(step: dict | None, key: str) -> list[dict]:
 
 
 def what_is_lost(specification: dict, kind: str) -> str:
-    """Return what of a text this tokenizer passes over in silence, having no piece for it."""
+    """Return what of a text this tokenizer skips in silence, having no subword for it."""
     model = specification["model"]
     if model["type"] != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
         return ""

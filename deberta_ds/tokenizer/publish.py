@@ -84,7 +84,7 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
             write_atomic(out / NAMES, json.dumps(named, indent=2) + "\n")
         return Tokenizer(out), names
     specification = read_specification(files, settings)
-    subword_kind(specification, Path(path))  # what marks no words is refused before it is written
+    subword_kind(specification, Path(path))  # what marks no words is rejected before it is written
     added = {token["content"]: token["id"] for token in specification["added_tokens"]}
     ids = vocabulary_ids(specification) | added
     roles = look_up_roles(settings, ids, specification)

@@ -84,15 +84,15 @@ def normalize_all(texts: list[str]) -> tuple[list[str], int]:
     """
     plain = [text for text in texts if text.isascii()]
     if len(plain) == len(texts):
-        return _normalise_joined(texts)
-    found, removed = _normalise_joined([text for text in texts if not text.isascii()])
-    found_plain, removed_plain = _normalise_joined(plain)
+        return _normalize_joined(texts)
+    found, removed = _normalize_joined([text for text in texts if not text.isascii()])
+    found_plain, removed_plain = _normalize_joined(plain)
     rest, ascii_rest = iter(found), iter(found_plain)
     return ([next(ascii_rest if text.isascii() else rest) for text in texts],
             removed + removed_plain)
 
 
-def _normalise_joined(texts: list[str]) -> tuple[list[str], int]:
+def _normalize_joined(texts: list[str]) -> tuple[list[str], int]:
     joined, removed = _without_line_ends(_APART.join(texts)), 0
     if not _is_printable(joined, len(texts) - 1):
         parts = joined.split(_APART)

@@ -140,7 +140,7 @@ def published(tokenizer):
 
 
 @pytest.mark.parametrize("text", RAW)
-def test_raw_text_gets_the_ids_of_normalised_text(tokenizer, published, text):
+def test_raw_text_gets_the_ids_of_normalized_text(tokenizer, published, text):
     """Soft hyphens gave 11 ids downstream where pretraining had 3."""
     assert normalize(text) != text or "joiners" in text
     expected = tokenizer.encode(normalize(text))
@@ -178,7 +178,7 @@ def test_what_follows_a_mask_has_the_ids_that_it_has_in_a_text(tokenizer, publis
     assert published.encode(text).ids == encode_with_masks(tokenizer, text)
 
 
-def test_normalised_text_is_left_alone(tokenizer, published):
+def test_normalized_text_is_left_alone(tokenizer, published):
     generator = random.Random(0)
     letters = [chr(code) for code in range(0x20, 0x2E00)
                if unicodedata.category(chr(code))[0] not in "C"]
