@@ -265,7 +265,7 @@ def complete(values: dict, *, rows: int, micro_rows: int, accumulation: int, cli
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,  # never: our own log speaks
+        "steps_per_print": None,  # never: our own log has each step
     } | values | own | {
         "train_batch_size": rows, "train_micro_batch_size_per_gpu": micro_rows,
         "gradient_accumulation_steps": accumulation, "gradient_clipping": clip_norm}
