@@ -294,7 +294,7 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
         for line in lines)
     rate = result["sentences"] / max(result["seconds"], 1e-9)
     notes = [f"{result['pairs']:,} pairs, {result['sentences']:,} sentences in "
-             f"{result['seconds']:.1f} s ({rate:,.0f} a second); chance is 50; in brackets: "
+             f"{result['seconds']:.1f} s ({rate:,.0f} per second); chance is 50; in brackets: "
              f"{result['interval']}"]
     few = [name for name, values in next(iter(scorers.values()))["paradigms"].items()
            if values["pairs"] < _FEW_PAIRS]

@@ -99,7 +99,7 @@ def predict_file(
             for line in _lines(task, block, first, keep, bad, found):
                 # A kept column may hold a date, or another thing JSON has not.
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-            _say(f"{count:,} rows, {count / (time.monotonic() - began):,.0f} a second")
+            _say(f"{count:,} rows, {count / (time.monotonic() - began):,.0f} per second")
         _say(bad.check(count, bad.fit(task, "--")))
     _say(f"{cut:,} of {count:,} texts were cut at {max_length} tokens" if cut else "")
     if lost := unknown_tokens(*unknown):

@@ -224,7 +224,7 @@ def advise(run: RunConfig, ds: dict, best: Choice, parameters: int, *, gpu: Gpu,
     lines = []
     if larger := _larger_micro_batch(run, best, ranks, gpu):
         each = run.train.global_batch_size // ranks
-        lines.append(f"train.micro_batch_size = {larger} would fit too: micro-batches a step "
+        lines.append(f"train.micro_batch_size = {larger} would fit too: micro-batches per step "
                      f"{each // larger} instead of {each // run.train.micro_batch_size}")
     if ranks >= _MANY_RANKS:
         lines.append(f"reduce_bucket_size = {_MANY_RANKS_BUCKET:,} to {BUCKET:,}: "

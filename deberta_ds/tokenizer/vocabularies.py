@@ -84,7 +84,7 @@ def _wordpiece(path: ReadFile) -> dict:
         with _on_disk(path) as paths:
             vocabulary = models.WordPiece.read_file(*paths)
     except Exception as error:  # the library's errors have no class of their own
-        raise UserError(f"{path}: not a vocabulary of WordPiece, one subword a line "
+        raise UserError(f"{path}: not a vocabulary of WordPiece, one subword per line "
                         f"({first_line(error)})") from error
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
