@@ -71,6 +71,17 @@ def _adapter(form: Any) -> TypeAdapter:
     return TypeAdapter(form)
 
 
+def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
+    """Return {"section.key": value} for nested tables; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict:
     found = dict(pairs)
     if len(found) != len(pairs):

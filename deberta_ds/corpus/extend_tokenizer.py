@@ -46,7 +46,7 @@ def extend_tokenizer(path: str | Path, out: str | Path, symbols: list[str], lear
     settings = read_settings(files)
     if SPM in files and settings["added_tokens"]:  # with which the model is not read
         bare = {name: files[name] for name in (SPM, NAMES) if name in files}
-        old = Tokenizer.of_files(bare, path)
+        old = Tokenizer(path, bare)
         check_settings(settings | {"added_tokens": {}}, old.subwords(range(old.size)),
                        dict(old.special_ids), files[SPM].path)
     else:

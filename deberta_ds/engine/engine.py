@@ -65,13 +65,13 @@ def prepare_rank() -> torch.device:
     if "RANK" not in os.environ:
         meet_mpi()
     check_environment(os.environ)
-    if deepspeed.get_accelerator().device_name() == "cpu":
+    count_gpus()
+    if device_type() == "cpu":
         check_parts("deepspeed", deepspeed, CPU_PARTS)
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if os.environ.get("RANK", "0") == "0":
         log.show_choices()
-    count_gpus()
     device = local_device()
     if device.type == "cpu":
         cpu.keep_heap()

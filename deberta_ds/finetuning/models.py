@@ -73,7 +73,7 @@ def _open_directory(name: str, path: str, tokenizer: str | Path | None) -> Start
     release = read_release(path, tokenizer)
     weights = {key: value.float() for key, value in release.main.tensors.items()
                if key.startswith(("words.weight", "trunk."))}
-    opened = release.tokenizer or Tokenizer.of_files(release.tokenizer_files, Path(path))
+    opened = release.tokenizer or Tokenizer(path, release.tokenizer_files)
     return Start(name, release.main.config, opened, weights)
 
 

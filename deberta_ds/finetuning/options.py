@@ -62,15 +62,17 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
                 show_scores: bool = False) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
     from deberta_ds.cluster import dist
-    from deberta_ds.engine.engine import local_device
+    from deberta_ds.engine.engine import init_distributed
     from deberta_ds.model import choose
     from deberta_ds.training import start
 
     asked = {f"--{name}": str(value) for name, value in vars(options).items()
              if name != "local_rank"}
     asked |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
-    start.join(asked | {"--tasks": list(map(str, tasks)), "--init_from": init_from,
-                       "save models": keep_models, "--out, absolute": os.path.abspath(options.out)})
+    device = init_distributed()
+    dist.check_alike(asked | {
+        "version of": start.versions(), "--tasks": list(map(str, tasks)), "--init_from": init_from,
+        "save models": keep_models, "--out, absolute": os.path.abspath(options.out)})
     opened = dist.together(lambda: _open(options, overrides, tasks, init_from))
     lines, values, longest = opened.pop("lines"), opened["deepspeed"], opened.pop("longest")
     kernels = start.agreed_kernels(lambda: [choose.in_a_line(start.kernel_choices(
@@ -82,7 +84,7 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
 
     return Sweep(
         **opened, num_seeds=options.seeds, data=options.data or ".", out=options.out,
-        device=local_device(), any_size=options.any_size, max_bad=options.max_bad,
+        device=device, any_size=options.any_size, max_bad=options.max_bad,
         predict_test=not options.skip_test, keep_models=keep_models, show_scores=show_scores,
         say=say)
 

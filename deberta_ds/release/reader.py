@@ -74,7 +74,7 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
     """
     release = read_release(path, tokenizer)
     if for_text and release.tokenizer is None:
-        Tokenizer.of_files(release.tokenizer_files, Path(path))  # says what is missing
+        Tokenizer(path, release.tokenizer_files)  # says what is missing
     return loaded(release)
 
 

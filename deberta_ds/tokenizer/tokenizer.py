@@ -32,21 +32,14 @@ class Tokenizer:
 
     words = ""
 
-    def __init__(self, path: str | Path):
-        """Load the tokenizer at `path`, a file or a directory (files.py says which); UserError if
-        it is missing, broken, or lacks a special token.
+    def __init__(self, path: str | Path, known: Files | None = None):
+        """Load the tokenizer at `path`, a file or a directory (files.py says which), or the one
+        among the `known` files of a directory; UserError if it is missing, broken, or lacks a
+        special token.
         """
-        self._open(Path(path), find_files(Path(path)))
-
-    @classmethod
-    def of_files(cls, files: Files, place: Path) -> "Tokenizer":
-        """Return the tokenizer among a directory's files."""
-        tokenizer = cls.__new__(cls)
-        tokenizer._open(place, choose(files, place))
-        return tokenizer
-
-    def _open(self, path: Path, files: Files) -> None:
-        self.path, self.files = path, files
+        self.path = Path(path)
+        files = find_files(self.path) if known is None else choose(known, self.path)
+        self.files = files
         engine: SentencePieceEngine | FastEngine = (
             SentencePieceEngine(files) if SPM in files else FastEngine(files))
         self._engine = engine
@@ -196,7 +189,7 @@ class Tokenizer:
 @lru_cache(4)  # of a process: it takes seconds to make some
 def _unpickled(files: tuple, path: Path) -> Tokenizer:
     """Return a tokenizer of the bytes that the process which sends it has read."""
-    return Tokenizer.of_files(dict(files), path)
+    return Tokenizer(path, dict(files))
 
 
 def unknown_tokens(count: int, tokens: int) -> str:

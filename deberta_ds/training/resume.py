@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError, listed
+from deberta_ds.base.json_files import flatten
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.checkpoint.save import set_aside
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import FREE_FIELDS, RunConfig
-from deberta_ds.config.toml_files import flatten
 from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.build import held_parameters
