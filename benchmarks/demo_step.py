@@ -138,7 +138,7 @@ def main() -> None:
     for name, way in ways.items():
         median = sorted(way.seconds)[len(way.seconds) // 2]
         results[name] = {"median_seconds": median, "losses": way.losses}
-        print(f"{name:36} {median * 1e3:7.1f} ms a step, last loss {way.losses[-1]:.5f}")
+        print(f"{name:36} {median * 1e3:7.1f} ms per step, last loss {way.losses[-1]:.5f}")
     print(f"losses of {options.steps} steps differ by {difference:.1e} at most; "
           f"{draws.different} of {draws.total} draws differ")
     print(f"wrote {save('demo_step', 'cpu', results)}")

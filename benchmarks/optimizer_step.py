@@ -34,7 +34,7 @@ def main() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     calls = {"adamw": build_optimizer(model, replace(run.optim, name="adamw")).step}
-    for name, kind in (("muon, fp32 products", None), ("muon, bf16 products", torch.bfloat16)):
+    for name, kind in (("muon, fp32 matmuls", None), ("muon, bf16 matmuls", torch.bfloat16)):
         muon = build_optimizer(model, replace(run.optim, name="muon"), matmuls=kind)
         calls[name] = muon.step
     matrices = sum(p.numel() for group in muon.param_groups if group["matrices"]

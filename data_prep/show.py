@@ -57,9 +57,9 @@ def main() -> None:
         row = dataset[g]
         source, number = dataset.locate(g)
         real, targets = int((row.segments > 0).sum()), int((row.labels >= 0).sum())
-        print(f"row {g} (row {number} of {data.sources[source].path}): {real} of {data.seq_len} "
-              f"tokens, {int(row.segments.max())} document segments, {targets} targets "
-              f"({targets / real:.1%})")
+        print(f"sequence {g} (number {number} of {data.sources[source].path}): {real} of "
+              f"{data.seq_len} tokens, {int(row.segments.max())} document segments, "
+              f"{targets} targets ({targets / real:.1%})")
         print(render(row, tokenizer, color), end="\n\n")
     if color:
         print(f"{_MASKED}masked{_PLAIN} {_REPLACED}shown as another{_PLAIN} "
@@ -93,7 +93,7 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "ObjectiveCon
 
 
 def render(row, tokenizer: "Tokenizer", color: bool) -> str:
-    """Return the row as text; each target as its original, coloured by what the model is shown."""
+    """Return the row as text; each target as its original, colored by what the model is shown."""
     special, parts = tokenizer.is_special(), []
     for shown, label, segment in zip(row.input_ids, row.labels, row.segments, strict=True):
         if segment == 0:

@@ -238,7 +238,7 @@ def fine_tune(demo: Demo, size: Size) -> None:
         scores = run["scores"]["val"]
         share, rows = scores["metrics"]["accuracy"]["value"], scores["examples"]
         low, high = wilson(share, rows)
-        demo.note(f"SuperGLUE {run['task']}", f"accuracy on {rows} validation rows{about}",
+        demo.note(f"SuperGLUE {run['task']}", f"accuracy on {rows} validation examples{about}",
                   f"{share:.1%} ({low:.1%} to {high:.1%}; majority class: "
                   f"{scores['majority']['accuracy']:.1%})", seconds / len(runs))
 

@@ -5,10 +5,10 @@
 Several ranks under deepspeed give the same result in less time.
 
 MODEL is a run, a checkpoint, an exported directory or a public model. DATA is a directory, a tar
-archive or a file in the format of BLiMP or Zorro, or your own JSON lines with sentence_good,
-sentence_bad, paradigm and phenomenon. Every head is scored: a masked LM (or generator) by
-pseudo-log-likelihood per word and per token, a discriminator by the probability that nothing was
-replaced.
+archive or a file in the format of BLiMP or Zorro. It may also be your own JSON lines with
+sentence_good, sentence_bad, paradigm and phenomenon. Every head is scored: a masked LM (or
+generator) by pseudo-log-likelihood per word and per token, a discriminator by the probability that
+nothing was replaced.
 """
 
 import argparse

@@ -47,7 +47,7 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "fix the symbolic link",
 }
-# How readers refuse a file that is cut short, altered or of another kind. ValueError covers JSON,
+# How readers reject a file that is cut short, altered or of another kind. ValueError covers JSON,
 # TOML, Unicode, NumPy, Arrow and pydantic; an OSError without a number is gzip's or Arrow's.
 _DAMAGE = (ValueError, EOFError, OSError, OverflowError, RecursionError)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,6 +1,6 @@
 """JSON that somebody else may have written: one parser, which takes nothing for good that is not.
 
-Refused beyond what `json` refuses: a key that is written twice (Python would take the last one),
+Rejected beyond what `json` rejects: a key that is written twice (Python would take the last one),
 NaN and infinities (JSON has none), numbers that overflow, half characters, brackets without end.
 """
 

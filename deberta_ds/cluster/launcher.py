@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from importlib import util
 from pathlib import Path
 
-import torch
-
 from deberta_ds.base.errors import UserError, first_line
 
 # What a launcher or a shell says in environment variables: read strictly, before anything waits.
@@ -226,6 +224,8 @@ def count_gpus() -> int:
     Raises UserError where the machine has some that torch cannot use. `device_count` alone does not
     tell: it asks the driver, not CUDA.
     """
+    import torch
+
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return 0
     found = torch.cuda.device_count()
@@ -242,6 +242,8 @@ def count_gpus() -> int:
 
 def _remedy(driver: int, cuda: str | None) -> str:
     """Return what to do, by the version of the driver (0: unknown) and that of the wheel's CUDA."""
+    import torch
+
     wheel = next((name for oldest, name in _WHEELS if driver >= oldest), "")
     install = (f" (pip install torch=={torch.__version__.partition('+')[0]}+{wheel} --index-url "
                f"https://download.pytorch.org/whl/{wheel})") if wheel else ""

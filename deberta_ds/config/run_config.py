@@ -386,7 +386,7 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
                               f"unknown{nearest(str(name), MODELS)}; one of {', '.join(MODELS)}")
         _merge_under(model, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
-    if not isinstance(objective, dict):  # missing, or what `validate` refuses
+    if not isinstance(objective, dict):  # missing, or what `validate` rejects
         return
     if isinstance(kind := objective.get("kind"), str):
         mask = objective.setdefault("mask", {})

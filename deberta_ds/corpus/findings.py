@@ -2,7 +2,7 @@
 
 They are named by input file and place in it (byte offset or row), with the states of the inputs and
 the options that divide them into documents, so any subset of the inputs can be tokenized, in any
-units, and findings of other documents are refused.
+units, and findings of other documents are rejected.
 """
 
 import json

@@ -88,7 +88,7 @@ class TokenizerRecipe:
                                        0.9995, ge=0, le=1)
     threads: int = option("threads of unigram training; the model depends on their number", 2, ge=1,
                           le=1024)
-    add_tokens: str = option("file of symbols, one a line, each a token wherever it stands", "")
+    add_tokens: str = option("file of symbols, one per line, each a token wherever it stands", "")
     normalization: Literal["", "nfkc"] = option(
         "nfkc in place of nfc: full-width letters, ligatures and the like become plain ones", "")
     lower_case: bool = option("all letters become lower case", False)

@@ -101,25 +101,25 @@ class Reader:
 
     def __getitem__(self, number: int) -> Batch | UserError:
         try:
-            pieces = self._read(number)
+            stored = self._read(number)
             rows = [self._dataset.build(g, found)
-                    for g, found in zip(self._rows[number], pieces, strict=True)]
+                    for g, found in zip(self._rows[number], stored, strict=True)]
         except UserError as error:
             return error
         batch = collate(rows)
         return batch.as_arrays() if get_worker_info() else batch
 
     def _read(self, number: int) -> list[list[np.ndarray]]:
-        """Return the stored pieces of each row of a micro-batch."""
+        """Return the stored document segments of each row of a micro-batch."""
         if self._threads:
             return self._read_ahead(self._threads, number)
         rows, start = self._rows[number], time.perf_counter()
-        pieces = [self._dataset.read(g) for g in rows]
+        stored = [self._dataset.read(g) for g in rows]
         seconds = (time.perf_counter() - start) / len(rows)
         self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
         if self._mean_seconds > _SLOW_SECONDS:
             self._threads = ThreadPoolExecutor(_READ_THREADS)
-        return pieces
+        return stored
 
     def _read_ahead(self, threads: ThreadPoolExecutor, number: int) -> list[list[np.ndarray]]:
         """As `_read`, while threads read the micro-batches that this worker will give next."""

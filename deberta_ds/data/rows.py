@@ -2,7 +2,7 @@
 
     g -> mixture -> source s, index j
     first_sequence + j -> epoch e, position p -> Permutation(rows_s, key=(seed, s, e)) -> its row
-    row -> pieces, each framed as [CLS] piece [SEP]
+    row -> document segments, each framed as [CLS] segment [SEP]
     masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere;
     their rate is a function of g and of the run's number of rows
     rows -> Batch, a micro-batch
@@ -38,8 +38,8 @@ class Row:
     """One packed and masked row.
 
     row: global row number g. input_ids i64[L]. labels i64[L]: original id at masked positions, -100
-    elsewhere. segments i32[L]: 0 = padding, 1.. = piece number. positions i32[L]. slots: for how
-    many targets a batch has room, whatever the row has; 0: for those that there are.
+    elsewhere. segments i32[L]: 0 = padding, 1.. = document segment. positions i32[L]. slots: for
+    how many targets a batch has room, whatever the row has; 0: for those that there are.
     """
 
     row: int
@@ -95,7 +95,7 @@ class RowDataset:
 
     @property
     def content_hashes(self) -> dict[str, str]:
-        """Return {source path: hex}: what a checkpoint stores to refuse another corpus."""
+        """Return {source path: hex}: what a checkpoint stores to reject another corpus."""
         return {source.path: corpus.content_hash
                 + (f", replaced {replaced.content_hash}" if replaced else "")
                 for source, corpus, replaced in zip(self.sources, self._corpora, self._replaced,
@@ -134,17 +134,17 @@ class RowDataset:
         return self.build(g, self.read(g))
 
     def read(self, g: int) -> list[np.ndarray]:
-        """Return the stored pieces of row g: all of a row that needs the disk; thread-safe."""
+        """Return the stored segments of row g: all of a row that needs the disk; thread-safe."""
         source, row = self.locate(g)
         return self._corpora[source].stored_row(row)
 
-    def build(self, g: int, pieces: list[np.ndarray]) -> Row:
-        """Return row g from the pieces that `read` has given."""
+    def build(self, g: int, stored: list[np.ndarray]) -> Row:
+        """Return row g from the segments that `read` has given."""
         if self.mask.final_rate is not None and not self._rows_of_run:
             raise UserError("objective.mask.final_rate: the rate depends on the place of a "
                             "sequence in a run, and this is none; name a run file, or leave it out")
         last = self._rows_of_run - 1
-        return self._build(pieces, g, self.locate(g), g / last if last > 0 else 0.0, self.draw(g))
+        return self._build(stored, g, self.locate(g), g / last if last > 0 else 0.0, self.draw(g))
 
     def draw(self, g: int) -> int:
         """Return which stored sample row g takes: by its epoch, or by its place in the run."""
@@ -161,11 +161,11 @@ class RowDataset:
         """Return row `row` of the first source as stored; masks are keyed by (seed, row)."""
         return self._build(self._corpora[0].stored_row(row), row, (0, row), run_fraction=1.0)
 
-    def _build(self, pieces: list[np.ndarray], g: int, place: tuple[int, int], run_fraction: float,
+    def _build(self, stored: list[np.ndarray], g: int, place: tuple[int, int], run_fraction: float,
                draw: int = 0) -> Row:
         source, row = place
         corpus, replaced, size = self._corpora[source], self._replaced[source], len(self._special)
-        ids, segments, positions = frame_pieces(pieces, self.seq_len, self._cls_id, self._sep_id,
+        ids, segments, positions = frame_segments(stored, self.seq_len, self._cls_id, self._sep_id,
                                                 self.attend_across_documents, self._pad_id)
         word_start, flipped = self._word_start, None
         if corpus.manifest.words:
@@ -189,22 +189,22 @@ class RowDataset:
         return Row(g, input_ids, labels, segments, positions, slots)
 
 
-def frame_pieces(pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int,
+def frame_segments(stored: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int,
                  attend_across_documents: bool, pad_id: int = 0
                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] piece [SEP] [CLS] ...
+    """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] segment [SEP] [CLS] ...
 
-    Segments number the pieces and positions restart in each, unless `attend_across_documents`: then
+    `segments` numbers them and positions restart in each, unless `attend_across_documents`: then
     the row is one segment with positions 0, 1, 2, ... as in the official preparation.
     """
     ids = np.full(seq_len, pad_id, dtype=np.int64)
     segments = np.zeros(seq_len, dtype=np.int32)
     positions = np.zeros(seq_len, dtype=np.int32)
     offset = 0
-    for number, piece in enumerate(pieces, start=1):
-        end = offset + len(piece) + 2
+    for number, segment in enumerate(stored, start=1):
+        end = offset + len(segment) + 2
         ids[offset] = cls_id
-        ids[offset + 1 : end - 1] = piece
+        ids[offset + 1 : end - 1] = segment
         ids[end - 1] = sep_id
         segments[offset:end] = number
         positions[offset:end] = np.arange(end - offset)

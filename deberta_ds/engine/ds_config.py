@@ -1,6 +1,6 @@
 """The DeepSpeed JSON: checked by us, completed from the run config.
 
-DeepSpeed 0.19.8 accepts misspelt top-level keys in silence, keeps the string "auto", reads "no" as
+DeepSpeed 0.19.8 accepts misspelled keys of the top level, keeps the string "auto", reads "no" as
 true in some places, and clips gradients at 1.0 unless told otherwise. So a JSON may hold the keys
 that were tried with this project, each with its type and limits; any other key is rejected. Each
 number has one owner, and the dict that DeepSpeed gets is complete. No torch and no deepspeed in
@@ -265,7 +265,7 @@ def complete(values: dict, *, rows: int, micro_rows: int, accumulation: int, cli
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,  # never: our own log speaks
+        "steps_per_print": None,  # never: our own log has each step
     } | values | own | {
         "train_batch_size": rows, "train_micro_batch_size_per_gpu": micro_rows,
         "gradient_accumulation_steps": accumulation, "gradient_clipping": clip_norm}

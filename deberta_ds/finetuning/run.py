@@ -170,7 +170,7 @@ def _check_result(job: Job, result: dict) -> None:
 
 
 def metrics_on(task: Task, table: str) -> tuple[str, ...]:
-    """Return the metrics of a diagnostic set, or of a labelled test table of `task`."""
+    """Return the metrics of a diagnostic set, or of a labeled test table of `task`."""
     found = [other.metrics for other in diagnostics_of(task.name) if other.name == table]
     return found[0] if found else task.metrics
 

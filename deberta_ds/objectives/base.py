@@ -30,7 +30,7 @@ class Metric:
     title: str
     note: str  # one sentence under the title of its chart
     unit: str = "number"  # number, share, gain (signed), tenths
-    network: str = "model"  # whose number it is: a group of columns and a colour
+    network: str = "model"  # whose number it is: a group of columns and a color
     # The baseline: a label, and its value in an evaluation's record (KeyError: unknown).
     baseline: tuple[str, Callable[[dict], float]] | None = None
     is_loss: bool = False  # logged at training steps too, drawn among the losses

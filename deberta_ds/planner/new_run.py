@@ -153,7 +153,7 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
     fitting = max(1, min(of_rank, _MICRO_TOKENS[gpu.is_cpu] // length))
     micro, best, chosen = 1 << fitting.bit_length() - 1, None, 0
     batch = ranks * micro * max(1, round(of_rank / micro))
-    changes |= {"train.global_batch_size": (batch, f"{batch * length:,} tokens an update")}
+    changes |= {"train.global_batch_size": (batch, f"{batch * length:,} tokens per update")}
     # Smaller ones are only faster while they need less recomputation.
     while micro and (best is None or best.checkpointing != "none"):
         run = _run(file, changes | {"train.micro_batch_size": (micro, "")})

@@ -5,7 +5,7 @@ Formats, told apart by their files:
     foreign     config.json or model_config.json next to safetensors or `.bin` files: Hugging Face
                 directories, microsoft pairs, official training output (discriminator/, generator/)
 
-Public files mix the two foreign worlds (config.json beside a `.bin` with microsoft's heads), so one
+Public files mix both foreign worlds (config.json next to a `.bin` with microsoft's heads), so one
 reader serves both and goes by the names of the tensors.
 """
 
@@ -62,7 +62,7 @@ class LoadedModel:
         """UserError if rows of `tokens` are longer than the positions of this model, of `place`."""
         if tokens > self.model_config.max_position:
             raise UserError(f"{place}: has {self.model_config.max_position} positions, but the "
-                            f"rows have up to {tokens} tokens")
+                            f"sequences have up to {tokens} tokens")
 
 
 def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_text: bool = False

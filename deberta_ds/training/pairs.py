@@ -26,7 +26,7 @@ from deberta_ds.base import command_line
 from deberta_ds.base.errors import UserError, looked_in, naming
 from deberta_ds.files.tables import read_table, text_lines
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tokenizer.text import BadTextError, normalise
+from deberta_ds.tokenizer.text import BadTextError, normalize
 
 # Scores that differ by less, relatively, are equal: fp32 resolves no more.
 TIE = 1e-6
@@ -189,7 +189,7 @@ def _sentence(value, place: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{place}: must be a sentence, it is {json.dumps(value)[:60]}")
     try:
-        sentence = normalise(value)
+        sentence = normalize(value)
     except BadTextError as error:
         raise UserError(f"{place}: {error}") from None
     if not sentence:

@@ -129,7 +129,7 @@ def restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord
     if max(run.model.hidden_dropout, run.model.attention_dropout):
         others.append("dropout drops other elements")
     if mask.random_share and mask.selection != "deberta_window":
-        others.append("masks draw random tokens among all ids")
+        others.append("random tokens of masks are any ids")
     if others and "cuda_graph" not in record.config["train"]:
         log.info(f"the checkpoint is of version 0.2.0, whose {' and '.join(others)}: the run goes "
                  "on from it, but not bit for bit as 0.2.0 would")

@@ -28,7 +28,7 @@ def test_the_slow_host_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("count", range(2, 10))
-def test_each_host_meets_both_its_neighbours_and_one_at_a_time(count):
+def test_each_host_meets_both_its_neighbors_and_one_at_a_time(count):
     """Of three hosts the first and the last met the one between them only, and looked as slow."""
     rounds = rehearsal._rounds(count)
     met = {host: set() for host in range(count)}

@@ -82,7 +82,7 @@ def test_models_without_the_heads_are_refused(model, rows, tmp_path):
 
 def test_rows_longer_than_a_model_s_positions_are_refused(model, rows):
     longer = [dataclasses.replace(rows[0], input_ids=np.zeros(65, np.int64))]
-    with pytest.raises(UserError, match="has 64 positions, but the rows have up to 65 tokens"):
+    with pytest.raises(UserError, match="has 64 positions, but the sequences have up to 65 tokens"):
         score_discriminator(model, model, {"": longer})
 
 

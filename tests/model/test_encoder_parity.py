@@ -151,7 +151,7 @@ def rows_of_pieces(ids, apart):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_detector_learns_from_packed_pieces_as_transformers_from_each_alone(family):
-    """Many tokens of a row read one [CLS] state, and no piece sees its neighbours."""
+    """Many tokens of a row read one [CLS] state, and no piece sees its neighbors."""
     config = FAMILIES[family]
     backbone = random_values(Backbone(config)).eval()
     head = random_values(ReplacedTokenHead(config)).eval()

@@ -184,7 +184,7 @@ def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
     parameters = count_parameters(on_meta(build_model, run))
     width = 2 * ("offload_param" in ds["zero_optimization"])
     [line] = offloaded(choices, 4)
-    assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each host's memory" in line
+    assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each node's memory" in line
     assert "not in the times" in line and offloaded([replace(choices[0], memory=replace(
         choices[0].memory, offloaded=0))], 4) == []
 

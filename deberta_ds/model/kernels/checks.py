@@ -56,7 +56,7 @@ def _worst(found: Found) -> tuple[float, str]:
 
 def _compared(what: str, names: str, fused: Callable, right: Callable, values: list[Tensor],
               grad: Tensor) -> Found:
-    """Return the result and all gradients of a kernel, beside those of a function in fp32."""
+    """Return the result and all gradients of a kernel, next to those of a function in fp32."""
     both = []
     for function, given in ((fused, values), (right, [x.float() for x in values])):
         leaves = [x.detach().clone().requires_grad_() for x in given]
