@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto",
                         help="use colors; without them targets are in braces")
     args, overrides = parser.parse_known_args()
+    if (args.corpus or "").startswith("--"):  # argparse takes what has spaces for no option
+        overrides, args.corpus = [args.corpus, *overrides], None
     if (args.corpus is None) == (args.config is None):
         parser.error("name either a packed corpus or a run file with --config")
     if args.config and (args.tokenizer or args.seq_len):

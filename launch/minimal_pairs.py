@@ -63,9 +63,12 @@ def main() -> None:
     from deberta_ds.training.pairs import read_pairs, sample_pairs
 
     if (rank_variables(os.environ) | os.environ).get("WORLD_SIZE") != "1":  # None: MPI knows it
-        from deberta_ds.training.start import join
+        from deberta_ds.engine.engine import init_distributed
+        from deberta_ds.training.start import versions
 
-        join({f"--{name}": value for name, value in vars(options).items() if name != "local_rank"})
+        init_distributed()
+        dist.check_alike({"version of": versions()} | {
+            f"--{name}": value for name, value in vars(options).items() if name != "local_rank"})
     # Of a run in training there may be a newer checkpoint a moment later.
     place = dist.broadcast_object(dist.together(lambda: checkpoint_of(options.model)))
     pairs, model = dist.together(lambda: (read_pairs(options.data), load(place)))

@@ -21,7 +21,7 @@ from deberta_ds.corpus.identity import check_unchanged
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, check_file, read_checked, save_array
-from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, TO_UTF8
 
 FINDINGS_VERSION = 4
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
@@ -105,7 +105,8 @@ def check_any_read(counts: list[dict]) -> None:
     documents, unreadable = (sum(one[key] for one in counts) for key in ("documents", "unreadable"))
     if documents == unreadable > 0:
         problem = next(one["problem"] for one in counts if one["problem"])
-        raise UserError(f"none of {documents:,} documents can be read; {problem}")
+        remedy = f"; {TO_UTF8}" * ("invalid UTF-8" in problem)
+        raise UserError(f"none of {documents:,} documents can be read; {problem}{remedy}")
 
 
 def number_of(extents: Iterable[Extent]) -> dict[str, int]:

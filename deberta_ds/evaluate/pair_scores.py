@@ -304,8 +304,10 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
                      "little, and intervals are too narrow")
     if result["unknown_tokens"]:
         notes.append(f"WARNING: {result['unknown_tokens']:,} tokens are unknown to the tokenizer: "
-                     "likelihoods leave them out, a discriminator judges them as they are; "
-                     f"{result['undecided']:,} pairs with unlike numbers of them count one half")
+                     "likelihoods leave them out, a discriminator judges them as they are")
+    if result["undecided"]:
+        notes.append(f"{result['undecided']:,} pairs count one half in likelihoods: their "
+                     "sentences are equal, or have unlike numbers of unknown tokens")
     return "\n".join([text, *notes])
 
 

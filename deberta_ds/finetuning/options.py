@@ -88,13 +88,11 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
         say=say)
 
 
-def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]",
-          init_from: "Mapping[str, str] | Sequence[str] | str") -> dict[str, Any]:
-    """Open what all runs have in common; return fields of the sweep, and what is said of them."""
-    from deberta_ds.engine.engine import check_machine
-    from deberta_ds.finetuning.models import open_start
+def open_tasks(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]"
+               ) -> "tuple[tuple[Task, ...], dict[str, dict[str, Any]], int]":
+    """Return the tasks, tables of their settings, and the longest row that these allow."""
     from deberta_ds.tasks import settings
-    from deberta_ds.tasks.task import TASK_NAMES, task_named
+    from deberta_ds.tasks.task import TASK_NAMES
 
     tasks = tuple(open_task(task) if isinstance(task, str) else task for task in given)
     names = [task.name for task in tasks]
@@ -113,7 +111,18 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     for task in tasks:
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
-    longest = max(settings.resolve(task, tables).max_length for task in tasks)
+    return tasks, tables, max(settings.resolve(task, tables).max_length for task in tasks)
+
+
+def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]",
+          init_from: "Mapping[str, str] | Sequence[str] | str") -> dict[str, Any]:
+    """Open what all runs have in common; return fields of the sweep, and what is said of them."""
+    from deberta_ds.engine.engine import check_machine
+    from deberta_ds.finetuning.models import open_start
+    from deberta_ds.tasks.task import task_named
+
+    tasks, tables, longest = open_tasks(options, overrides, given)
+    names = [task.name for task in tasks]
     json, values = deepspeed(options.deepspeed_config)
     if isinstance(init_from, str):
         init_from = {names[0]: init_from} if init_from else {}

@@ -114,11 +114,11 @@ def open_devices(words: str, *figures: float | None) -> Devices:
     found = re.fullmatch(r"(?:(\d+) *x *(?=\d))?(?:(\d+)\s*x?\s*)?([a-zA-Z].*)", words.strip())
     nodes, count = (int(found[1] or 1), int(found[2] or 1)) if found else (0, 0)
     name = found[3] if found else ""
-    is_cpu = name.lower() == "cpu"
+    is_cpu = name.lower() in ("cpu", "cpus")
     if not nodes * count or count > 8 and count % 8 and not is_cpu:
         raise UserError(f'--devices {words}: give a number and a name, such as "2 cpu" (cores) or '
                         '"4 x a100"; above 8 GPUs a multiple of 8, or "2 x 4 x a100": 2 nodes of 4')
-    gpu = card_of(name, *figures)
+    gpu = card_of("cpu" if is_cpu else name, *figures)
     if is_cpu:
         return Devices(*cpu_ranks(gpu, count), nodes, cpu.deepspeed_json())
     precision, gpus = "bf16" if gpu.peak("bf16") else "fp16", min(count, 8)

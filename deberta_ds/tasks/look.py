@@ -26,9 +26,10 @@ def look(task: Task, data: str) -> Iterator[str]:
     for name in ("train", "val", "test"):
         try:
             split = read_split(task, data, name, any_size=True, faults=Faults(_EVERY))
-        except NoSplitError:
+        except NoSplitError as error:
             share = task.val_share if name == "val" else 0
-            yield f"{name}: " + (f"{share:.0%} of train (val_share)" if share else "none")
+            lines = str(error).splitlines() if not task.files else ["none"]  # of a benchmark
+            yield f"{name}: " + (f"{share:.0%} of train (val_share)" if share else lines[0])
             continue
         train = train or split
         yield f"\n{name}: {split.source}: {len(split.examples):,} examples"

@@ -106,8 +106,8 @@ def _minimal_pairs(run: RunConfig, known: Known) -> Input:
     return Input(
         "minimal pairs", pairs,
         {"minimal pairs": hashlib.sha256(repr(pairs).encode()).hexdigest()},
-        lines=[f"{half:,} of {len(pairs[0]):,} minimal pairs count one half: a word of one of "
-               "their sentences is unknown to the tokenizer"] if half else [])
+        lines=[f"{half:,} of {len(pairs[0]):,} minimal pairs count one half: their sentences "
+               "are equal, or a word of one is unknown to the tokenizer"] if half else [])
 
 
 def _corpora(run: RunConfig, known: Known) -> Input:

@@ -95,17 +95,17 @@ def outcomes(scores: np.ndarray) -> np.ndarray:
 
 
 def undecided(pairs: Pairs, unknown: int | None) -> np.ndarray:
-    """Return which pairs have unlike numbers of tokens with the id `unknown`, bool [pairs].
+    """Return which pairs are equal, or have unlike numbers of tokens `unknown`, bool [pairs].
 
     A likelihood leaves these tokens out, so its sums would have unlike numbers of terms: such a
     pair counts one half. UserError if they are more than one in 20.
     """
-    found = np.array([unknown is not None and one.count(unknown) != other.count(unknown)
-                      for one, other in pairs], bool)
+    found = np.array([one == other or unknown is not None and (
+        one.count(unknown) != other.count(unknown)) for one, other in pairs], bool)
     if found.sum() > _MOST_UNDECIDED * len(found):
-        raise UserError(f"{found.sum():,} of {len(found):,} minimal pairs have a word that the "
-                        "tokenizer does not know in one of their sentences, and cannot be decided; "
-                        "take them out of the file, or train a tokenizer that knows all characters")
+        raise UserError(f"{found.sum():,} of {len(found):,} minimal pairs have two equal sentences,"
+                        " or one with a word that the tokenizer does not know, and cannot be "
+                        "decided; take them out, or train a tokenizer that knows all characters")
     return found
 
 

@@ -52,7 +52,7 @@ def test_each_mistake_names_key_file_and_remedy(run_file, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(CODE)
     (tmp_path / "broken.py").write_text("def f(:")
-    user_code._LOADED.clear(), user_code.load.cache_clear()
+    user_code.forget()
     run, _ = run_config.load(run_file, [f"--optim.schedule={value}"])
     (problem,) = user_code.problems(run)
     assert re.search(expected, problem)
