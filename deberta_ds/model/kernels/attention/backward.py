@@ -129,10 +129,10 @@ def content_kernel(D_SCORES, K, DQ, SEEN, NQ, NK, H, SPAN,
     first = tl.min(tl.where(count > 0, low * 8, NK), 0) // BC * BC
     for j0 in range(first, tl.max(tl.where(count > 0, (low + count) * 8, 0), 0), BC):
         j = tl.multiple_of(j0, BC) + tl.arange(0, BC)
-        place, own = vectors(begin, low, count, tl.zeros([BR], tl.int32) + j0 // 8, BC // 8)
+        place, own = vectors(begin[:, None], low[:, None], count[:, None], j[None, :])
         gradient = tl.load(D_SCORES + bh * elements + place, mask=own, other=0.0)
         k = tl.load(keys + j[:, None] * K.row + d[None, :], mask=(j < NK)[:, None], other=0.0)
-        acc = tl.dot(tl.reshape(gradient, [BR, BC]), k, acc, input_precision=PRECISION)
+        acc = tl.dot(gradient, k, acc, input_precision=PRECISION)
     tl.store(DQ + own_rows, acc.to(DQ.dtype.element_ty), mask=in_rows[:, None])
 
 
