@@ -119,7 +119,7 @@ def test_every_tile_is_in_the_table():
             for length in (512, 8192):
                 kinds = [*product(("forward", "key"), (False, True)), ("query", False)]
                 for direction, gathered in kinds:
-                    tile = tiles.choose_tile(capability, size, length, direction, gathered)
+                    tile = tiles.choose_tile(capability, size, direction, length, gathered)
                     assert tile.block_m >= 16 and tile.block_n >= 16 and tile.warps in (4, 8)
 
 

@@ -53,6 +53,7 @@ def attention(request: Request, fused: Callable | None = None) -> Iterator[Probl
     device, dtype, size = request[:3]
     for length, gathered, dropout, keep, batch, heads in LONG if request.long else SHORT:
         generator, queries = torch.Generator().manual_seed(length), gathered or length
+        shapes: list[tuple[int, ...]]
         shapes = [(batch, count, heads, size) for count in (queries, length, length)]
         shapes += [(heads, GEOMETRY.num_slots, size) for one in request.terms if one]
         *values, grad = [torch.randn(*shape, generator=generator).to(device, dtype)
