@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -33,7 +33,6 @@ from deberta_ds.engine.engine import local_device
 from deberta_ds.engine.optim import thaw_factor
 from deberta_ds.model import choose, cpu
 from deberta_ds.model.backbone import on_meta
-from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import (
     build_model,
@@ -142,11 +141,7 @@ def agreed_kernels(choose: Callable[[], Any]) -> Any:
     """Return what `choose` says of the kernels on this rank, which the first one of each node
     checks. UserError on every rank if a kernel fails its check on any node.
     """
-    if dist.local_rank() == 0:
-        with suppress(UserError):
-            choose()
-    for found in filter(None, dist.gather_objects(kernel_check.verdicts)):
-        kernel_check.merge(found)
+    dist.together(lambda: choose() if dist.local_rank() == 0 else None)
     return dist.together(choose)
 
 
