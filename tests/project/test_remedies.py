@@ -131,7 +131,7 @@ def place(tmp_path_factory, process_group):
 def refused(overrides: dict, ds: dict, ranks: int) -> str:
     """Return what a run file with overrides is refused with, "" for nothing."""
     words = [as_override(key, value) for key, value in overrides.items() if value != "(none)"]
-    user_code.forget()
+    user_code.LOADED.clear()
     try:
         ds_config.check(ds, "ds.json")
         run, _ = run_config.load("run.toml", words)
@@ -236,7 +236,7 @@ def do(steps: list, command: str) -> tuple[bool, str] | None:
 def test_a_remedy_of_a_command(place, tmp_path, monkeypatch, row):
     shutil.copytree(place, tmp_path / "here", symlinks=True)
     monkeypatch.chdir(tmp_path / "here")
-    user_code.forget()
+    user_code.LOADED.clear()
     done = do([row.get("files", {}), *row.get("before", [])], "")
     assert not (done and done[0]), done
     _, said = tried(row["run"])
