@@ -45,10 +45,10 @@ CANDIDATES = {
             (32, 128, 8, 3), (64, 64, 8, 2), (64, 128, 8, 1), (32, 128, 4, 2), (64, 64, 4, 1)],
     "query": [(128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3),
               (128, 32, 8, 2), (128, 32, 4, 3), (64, 32, 4, 3), (64, 128, 4, 2)],
-    "bias": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 4, 2), (32, 64, 4, 2),
-             (64, 128, 8, 2), (64, 32, 4, 3)],
-    "rows": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3), (64, 128, 4, 2),
-             (64, 128, 4, 3), (64, 32, 4, 4), (32, 64, 4, 3)],
+    "bias": [(64, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 4, 2),
+             (32, 64, 4, 2), (64, 128, 8, 2), (64, 32, 4, 3)],
+    "rows": [(64, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3),
+             (64, 128, 4, 2), (64, 128, 4, 3), (64, 32, 4, 4), (32, 64, 4, 3)],
     "content": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 128, 4, 2), (128, 64, 4, 3),
                 (128, 64, 8, 3), (64, 32, 4, 4)],
     "table": [(32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 4, 2),
@@ -58,7 +58,7 @@ CANDIDATES = {
 
 def use_own_tiles() -> None:
     """Give all kernels the tiles of the table."""
-    for cached in (tiles.choose_tile, tiles.choose_product_tile, tiles.tile_table):
+    for cached in (tiles.choose_tile, tiles.tile_table):
         cached.cache_clear()
 
 
@@ -66,7 +66,7 @@ def use(kernel: str, tile: tuple[int, ...]) -> None:
     """Give one kernel a tile, the others those of the table."""
     use_own_tiles()
     table = tiles.tile_table()  # kept until the next call
-    sizes = table[tiles._architecture(torch.cuda.get_device_capability())][str(SIZE)]
+    sizes = table[tiles.architecture_of(torch.cuda.get_device_capability())][str(SIZE)]
     for place in (sizes["short"], sizes["long"]) if kernel in FLASH else (sizes,):
         place[kernel] = list(tile)
 
@@ -90,11 +90,9 @@ def compile_one(job: tuple[str, tuple[int, ...]], shapes: list[tuple[int, int]])
 def own_tile(kernel: str, length: int) -> tuple[int, ...]:
     """Return the table's tile of a kernel."""
     use_own_tiles()
-    capability = torch.cuda.get_device_capability()
-    if kernel in FLASH:
-        far = make_band(GEOMETRY.reach, length).far
-        return tuple(tiles.choose_tile(capability, SIZE, length, kernel, False, far))
-    return tuple(tiles.choose_product_tile(capability, SIZE, kernel))
+    far = make_band(GEOMETRY.reach, length).far
+    return tuple(tiles.choose_tile(
+        torch.cuda.get_device_capability(), SIZE, kernel, length, False, far))
 
 
 def timed(problem: Problem, kernel: str, candidates: list[tuple[int, ...]]) -> list[dict]:

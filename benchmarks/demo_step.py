@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from benchmarks.measure import save
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.config import run_config
-from deberta_ds.data.batch import Batch, collate
-from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.rows import Batch, RowDataset, collate
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.model import cpu, embeddings
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer

@@ -16,9 +16,10 @@ memcheck() {
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$python" -c '
 import torch
 from deberta_ds.model.choose import Request
-from deberta_ds.model.kernels.checks import attention
+from deberta_ds.model.kernels import checks, kernel_check
 for long in (False, True):
-    print(attention(Request(torch.device("cuda"), torch.bfloat16, 64, long=long)), flush=True)'
+    asked = Request(torch.device("cuda"), torch.bfloat16, 64, long=long)
+    print(kernel_check.worst(checks.attention(asked)), flush=True)'
 }
 profile() {
   ncu --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats \

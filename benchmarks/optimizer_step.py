@@ -17,7 +17,7 @@ from benchmarks.measure import interleaved_minimum, save
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config import run_config
 from deberta_ds.engine.optim import build_optimizer
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import build_model
 
 

@@ -37,11 +37,11 @@ from benchmarks.measure import (
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
-from deberta_ds.data.batch import Batch, Row, collate
+from deberta_ds.data.rows import Batch, Row, collate
 from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.model import cpu, flops
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.heads import ReplacedTokenHead
-from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 from deberta_ds.objectives.rtd_cached import CachedRtdModel

@@ -24,11 +24,11 @@ from benchmarks.train_step import make_batch, normalizers_of
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
-from deberta_ds.data.batch import Batch
+from deberta_ds.data.rows import Batch
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.clipping import clip_gradients
 from deberta_ds.engine.optim import build_optimizer
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
 
 RUNS = {"demo": "launch/runs/demo.toml", "xsmall": "launch/runs/v3_xsmall.toml"}

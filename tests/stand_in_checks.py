@@ -3,9 +3,13 @@
 import os
 import sys
 
+import torch
+
+from deberta_ds.model.kernels.kernel_check import Problem
+
 
 def passes(_request):
-    return 1e-6, "context"
+    yield Problem("context", lambda x: x + 1e-6, lambda x: x, [torch.zeros(1)])
 
 
 def dies(_request):

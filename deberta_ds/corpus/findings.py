@@ -19,8 +19,8 @@ from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.identity import check_unchanged
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.data.corpus import check_file, map_array
-from deberta_ds.data.shards import MANIFEST, read_checked, save_array
+from deberta_ds.data.corpus import map_array
+from deberta_ds.data.shards import MANIFEST, check_file, read_checked, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, TO_UTF8
 
 FINDINGS_VERSION = 4

@@ -31,7 +31,7 @@ def output(out: str, *, cache: str = CACHE, first: tuple[str, ...] = ("*",), par
     `first`: patterns of the files that are fetched from the URL before. UserError for jobs that
     share a directory.
     """
-    if not remote.is_remote(out):
+    if "://" not in out:
         yield out
         return
     if part or under_mpi():

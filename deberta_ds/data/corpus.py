@@ -5,7 +5,6 @@ data. A row is read with a few small reads at known places, so that a failing or
 clear error.
 """
 
-import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from deberta_ds.base.errors import UserError, naming, refuse_pipe
-from deberta_ds.base.files import xxh3
+from deberta_ds.base.errors import UserError, naming
 from deberta_ds.data.reading import SmallFiles, read_bytes
 from deberta_ds.data.remote import RemoteCorpus
 from deberta_ds.data.shards import (
@@ -22,6 +20,7 @@ from deberta_ds.data.shards import (
     MANIFEST,
     RowShardInfo,
     ShardInfo,
+    check_file,
     files_of,
     plan_files_of,
     planned_lengths,
@@ -29,7 +28,7 @@ from deberta_ds.data.shards import (
     read_rows_manifest,
     rows_directory,
 )
-from deberta_ds.files.remote import DEFAULT_CACHE, Cache, is_remote
+from deberta_ds.files.remote import DEFAULT_CACHE, Cache
 
 _APART_ROWS = 4  # segments that lie within so many rows of tokens are read at once
 
@@ -50,14 +49,13 @@ class Corpus:
         their names, so that each is a sample of all inputs. `path` may be a URL where
         data_prep/upload.py has put the corpus.
         """
-        self._remote = RemoteCorpus(str(path), cache) if is_remote(path) else None
+        self._remote = RemoteCorpus(str(path), cache) if "://" in str(path) else None
         self.path = self._remote.directory if self._remote else Path(path)
         self._read = self._remote.read if self._remote else read_bytes
         self._plans = SmallFiles(self._read)
         self.seq_len = seq_len
-        self._rows_path = rows_path = rows_directory(self.path, seq_len)
         try:
-            self._read_manifests(rows_path)
+            self._read_manifests()
         except UserError as error:
             if self._remote is None:
                 raise
@@ -71,10 +69,12 @@ class Corpus:
         self._cumulative = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_rows = int(self._cumulative[-1])
         if self.num_rows == 0:
-            raise UserError(f"{rows_path}: the corpus has no sequences; prepare it from more text")
+            raise UserError(f"{self._rows_path}: the corpus has no sequences; prepare it from more "
+                            "text")
         self._dtype = np.dtype(self.manifest.dtype)
 
-    def _read_manifests(self, rows_path: Path) -> None:
+    def _read_manifests(self) -> None:
+        self._rows_path = rows_path = rows_directory(self.path, self.seq_len)
         self.manifest, self.corpus_content_hash = read_manifest(self.path)
         if self._remote:
             self._remote.fetch(f"{rows_path.name}/{MANIFEST}")
@@ -271,19 +271,6 @@ def _part_of(shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, fl
         raise UserError(f"{path}: part {part} of {len(shards)} shards is empty; widen it, or make "
                         "smaller shards with tokenize_corpus.py --unit_bytes")
     return [shards[number] for number in sorted(chosen)]
-
-
-def check_file(path: str | Path, size: int, digest: str | None, remedy: str) -> None:
-    """UserError unless `path` has this size and, if given, this xxh3-128 digest."""
-    refuse_pipe(path)
-    try:
-        actual = os.stat(path).st_size
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {remedy}") from error
-    if actual != size:
-        raise UserError(f"{path}: {actual} bytes, the manifest says {size}; {remedy}")
-    if digest is not None and xxh3(path) != digest:
-        raise UserError(f"{path}: xxh3 checksum differs from the manifest; {remedy}")
 
 
 def open_shard(corpus: str | Path, shard: ShardInfo) -> tuple[np.ndarray, np.ndarray]:

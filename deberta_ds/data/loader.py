@@ -29,10 +29,9 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.cluster import process, signals
+from deberta_ds.cluster import signals
 from deberta_ds.config.batch_schedule import Stretch, micro_batches
-from deberta_ds.data.batch import Batch, collate
-from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.rows import Batch, RowDataset, collate
 
 _SLOW_SECONDS = 0.5e-3  # mean time to read a row from which threads are worth their cost
 _READ_THREADS = 16
@@ -139,7 +138,7 @@ class Reader:
 
 def _live_with_the_rank(_worker: int) -> None:
     signals.ignore()
-    process.end_with_parent()  # left alone, a worker with a full pipe would wait for ever
+    signals.end_with_parent()  # left alone, a worker with a full pipe would wait for ever
 
 
 def _unwrap(loader: DataLoader) -> Iterator[Batch]:

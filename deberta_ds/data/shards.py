@@ -23,6 +23,7 @@ inside a word; only a word longer than half a row is cut hard (and counted).
 import hashlib
 import itertools
 import json
+import os
 from bisect import bisect_left, insort
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError, naming, refuse_pipe
 from deberta_ds.base.files import MANIFEST, atomic_path, write_atomic, xxh3
 from deberta_ds.base.json_files import parse_json, typed
 from deberta_ds.config.toml_files import BUILT
@@ -195,6 +196,19 @@ def read_checked(directory: str | Path, form: type, version: int, unfinished: st
         raise UserError(f"{path}: damaged manifest ({error}); {remedy}") from error
     raise UserError(f"{path}: format version {found!r:.40}, and this program reads {version}; make "
                     "it again in a new directory, or use the version that made it")
+
+
+def check_file(path: str | Path, size: int, digest: str | None, remedy: str) -> None:
+    """UserError unless `path` has this size and, if given, this xxh3-128 digest."""
+    refuse_pipe(path)
+    try:
+        actual = os.stat(path).st_size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {remedy}") from error
+    if actual != size:
+        raise UserError(f"{path}: {actual} bytes, the manifest says {size}; {remedy}")
+    if digest is not None and xxh3(path) != digest:
+        raise UserError(f"{path}: xxh3 checksum differs from the manifest; {remedy}")
 
 
 def npy_header(dtype: np.dtype, count: int) -> bytes:

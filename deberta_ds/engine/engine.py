@@ -8,8 +8,10 @@ backward; initial values are set after construction, parameter by parameter, bec
 `zero.Init` an assignment in a constructor is a silent no-op.
 """
 
+import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -41,11 +43,10 @@ from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.engine.passes import HookedPasses, build_passes
 from deberta_ds.model import cpu
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.dropout import LinearGelu
-from deberta_ds.model.init import init_parameters
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.build import build_model, held_parameters, objective_of
-from deberta_ds.tracking import log
 
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
@@ -71,7 +72,7 @@ def prepare_rank() -> torch.device:
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if os.environ.get("RANK", "0") == "0":
-        log.show_choices()
+        show_choices()
     device = local_device()
     if device.type == "cpu":
         cpu.keep_heap()
@@ -84,6 +85,16 @@ def prepare_rank() -> torch.device:
                             "(Slurm: --gpus-per-node, not --gpus-per-task or --gpu-bind)")
         torch.cuda.set_device(device)
     return device
+
+
+def show_choices() -> None:
+    """Print what the library chose for this machine (logger "deberta_ds") as it is chosen."""
+    logger = logging.getLogger("deberta_ds")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def init_distributed() -> torch.device:
@@ -163,7 +174,8 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
         check_all_at_once(engine.optimizer)
         if dist.world_size() == 1:
             reduce_nothing(engine.optimizer)
-    clip_networks_apart(engine, [group.get("network", "") for group in optimizer.param_groups])
+    if apart:
+        clip_networks_apart(engine, [group["network"] for group in optimizer.param_groups])
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
     engine.passes = HookedPasses(engine)

@@ -23,7 +23,7 @@ from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.user_code import is_own
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.data.batch import Batch
+from deberta_ds.data.rows import Batch
 from deberta_ds.engine import ds_config
 from deberta_ds.model.dropout import seeded
 

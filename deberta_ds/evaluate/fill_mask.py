@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.data.batch import IGNORE, Row, collate
+from deberta_ds.data.masking import IGNORE
+from deberta_ds.data.rows import Row, collate
 from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.tokenizer import MASK_TOKEN, Tokenizer
 

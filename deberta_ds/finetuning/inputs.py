@@ -27,7 +27,7 @@ import xxhash
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.cluster import dist
-from deberta_ds.cluster.process import machine
+from deberta_ds.cluster.lock import machine
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
 from deberta_ds.finetuning.directory import Finetuned, find_finetuned, is_finetuned, load_finetuned
@@ -335,9 +335,10 @@ def _unlike(split: Split, start: Start, settings: Settings, cut: int, windowed: 
     if cut or windowed:
         yield (f"of {count} examples {cut} were cut at {settings.max_length} tokens, {windowed} "
                "read in windows")
+    special = count_special(split.examples, start.tokenizer)
     if lost := unknown_tokens(unknown, tokens):
         yield f"{lost}; {start.name} was not trained on text like this"
-    if special := count_special(split.examples, start.tokenizer):
+    if special:
         yield (f"{special} of {count} examples have a special token, such as [SEP], in their text: "
                "plain text here, one token for transformers")
 

@@ -19,8 +19,7 @@ from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import ModelConfig, to_dict
 from deberta_ds.finetuning.directory import Finetuned, is_finetuned, load_finetuned
 from deberta_ds.finetuning.heads import TaskModel
-from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.release.reader import check_same, read_release
 from deberta_ds.release.relative_rows import a_row_a_distance
 from deberta_ds.release.tensors import tensors_digest

@@ -48,10 +48,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def open_task(name: str) -> "Task":
     """Return a benchmark's task by its name, or one of the user's own by its file."""
     from deberta_ds.tasks.task import task_named
-    from deberta_ds.tasks.task_file import load_own_task
 
     if not name.endswith(".toml"):
         return task_named(name)
+    from deberta_ds.tasks.task_file import load_own_task
+
     task, labels = load_own_task(name)
     say(labels)
     return task
@@ -62,17 +63,15 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
                 show_scores: bool = False) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
     from deberta_ds.cluster import dist
-    from deberta_ds.engine.engine import init_distributed
     from deberta_ds.model import choose
     from deberta_ds.training import start
 
     asked = {f"--{name}": str(value) for name, value in vars(options).items()
              if name != "local_rank"}
     asked |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
-    device = init_distributed()
-    dist.check_alike(asked | {
-        "version of": start.versions(), "--tasks": list(map(str, tasks)), "--init_from": init_from,
-        "save models": keep_models, "--out, absolute": os.path.abspath(options.out)})
+    device = start.join(asked | {
+        "--tasks": list(map(str, tasks)), "--init_from": init_from, "save models": keep_models,
+        "--out, absolute": os.path.abspath(options.out)})
     opened = dist.together(lambda: _open(options, overrides, tasks, init_from))
     lines, values, longest = opened.pop("lines"), opened["deepspeed"], opened.pop("longest")
     kernels = start.agreed_kernels(lambda: [choose.in_a_line(start.kernel_choices(

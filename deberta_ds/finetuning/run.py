@@ -65,21 +65,17 @@ def run(job: Job) -> dict:
             lock.forget(job.out)
         return found
     with lock.held(job.out):
-        return _run(job)
-
-
-def _run(job: Job) -> dict:
-    trained = train(job)
-    began = time.monotonic()
-    result = job.identity() | trained | _predict(job)
-    result |= {"world_size": dist.world_size(),
-               "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
-    if job.show_scores:
-        for name, found in result["scores"].items():
-            job.say(f"\n{as_text(name, found)}")
-    dist.on_main(lambda: _keep(job, result))
-    write_result(job, result)
-    return result
+        trained = train(job)
+        began = time.monotonic()
+        result = job.identity() | trained | _predict(job)
+        result |= {"world_size": dist.world_size(),
+                   "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
+        if job.show_scores:
+            for name, found in result["scores"].items():
+                job.say(f"\n{as_text(name, found)}")
+        dist.on_main(lambda: _keep(job, result))
+        write_result(job, result)
+        return result
 
 
 def _keep(job: Job, result: dict) -> None:

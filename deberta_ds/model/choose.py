@@ -7,6 +7,7 @@ limits hold is taken. A Triton kernel must agree with torch's operators on this 
 
 import logging
 import os
+import socket
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -139,14 +140,16 @@ def pick(idea: str, request: Request, mode: str = "auto") -> Choice:
         return Choice(kernel, f"{option} = {mode!r}")
     why = "; ".join(missed)
     if kernel.check and not interpreted():
-        verdict = kernel_check.check(request, load(kernel.check))
-        if not verdict.passed:
+        try:
+            why = kernel_check.check(request, load(kernel.check))
+        except UserError as error:
             remedy = f"set {OFF}=0 (torch's operators for all parts)"
             if idea in OPTIONS:
                 remedy = f"--model.{option}={last} in pretraining, or {remedy}"
-            raise UserError(f"{idea}: the {kernel.name} kernel fails its check {verdict.text}\nfix "
-                            f"this, or go on without the kernel, several times slower: {remedy}")
-        why = verdict.text
+            raise UserError(
+                f"{idea}: the {kernel.name} kernel fails its check on {socket.gethostname()}, "
+                f"{request.device}: {error}\nfix this, or go on without the kernel, several times "
+                f"slower: {remedy}") from None
     if missed and request.device.type == "cuda" and known[0].check:
         _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea, kernel.name,
                      known[0].name, why)

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from deberta_ds.config.run_config import ModelConfig, RunConfig
-from deberta_ds.data.batch import Batch
+from deberta_ds.data.rows import Batch
 from deberta_ds.tokenizer import Tokenizer
 
 Tensors = dict[str, Tensor]

@@ -23,10 +23,10 @@ from deberta_ds.config import objective
 from deberta_ds.config.model import decoder_problems
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, RunConfig
 from deberta_ds.model import flops
+from deberta_ds.model.backbone import ZERO_INIT
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.model.init import ZERO_INIT
 from deberta_ds.objectives import base
 from deberta_ds.objectives.base import Forward, Metric, Numbers, Tensors
 from deberta_ds.objectives.mlm import SENTENCES_AT_ONCE, padded

@@ -11,7 +11,7 @@ from torch import nn
 
 from deberta_ds.base.files import write_atomic
 from deberta_ds.evaluate.fill_mask import Filling, fill_mask, load_masked_lm
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.release.reader import LoadedModel
 from deberta_ds.report import charts, tables
 from deberta_ds.report.charts import Chart, Series

@@ -5,8 +5,8 @@ numbers, the caller says: the metrics that its objective declares (`objectives.b
 torch is imported only when the first TensorBoard value is written.
 """
 
+import importlib.util
 import json
-import logging
 import os
 import sys
 import textwrap
@@ -18,8 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, naming, tell
 from deberta_ds.base.numbers import format_count, format_duration, format_value
+from deberta_ds.config.run_config import LogConfig
 from deberta_ds.tracking import records, trackers
 from deberta_ds.tracking.records import METRICS_FILE
 
@@ -30,16 +32,6 @@ _fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
 
 _DIM, _BOLD, _GREEN, _RED, _CYAN = "\033[2m", "\033[1m", "\033[32m", "\033[31m", "\033[36m"
 _RESET = "\033[0m"
-
-
-def show_choices() -> None:
-    """Print what the library chose for this machine (logger "deberta_ds") as it is chosen."""
-    logger = logging.getLogger("deberta_ds")
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
 
 
 def non_default_texts(values: dict, origins: dict[str, str], top: str) -> list[str]:
@@ -57,6 +49,20 @@ def non_default_texts(values: dict, origins: dict[str, str], top: str) -> list[s
         _fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, subsequent_indent=" " * 26).replace(
             "\0", " ")
         for section, pairs in sections.items())]) for origin, sections in groups.items()]
+
+
+def trackers_of(log: LogConfig) -> list[trackers.Open]:
+    """Return TensorBoard and what else is named; UserError if a service's library is missing."""
+    found = [trackers.tensorboard, *(trackers.callback(user_code.function("log.callbacks", name))
+                                     for name in log.callbacks)]
+    for name, opener in trackers.SERVICES.items():
+        value = getattr(log, name)
+        if value and importlib.util.find_spec(name) is None:
+            raise UserError(f"log.{name} = {value!r}: needs the package {name}, which is "
+                            'missing here: pip install "deberta_ds[trackers]"')
+        if value:
+            found.append(opener(value))
+    return found
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class RunLog:
     def truncate(self, step: int) -> None:
         """Cut what comes after `step`; call it once, before the first record of a resumed run."""
         self._purge_step = step + 1
-        if self._is_main:
+        if self._is_main and self.path.exists():
             records.truncate(self.path, step)
 
     def close(self) -> None:

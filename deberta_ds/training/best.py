@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.data.batch import Row
+from deberta_ds.data.rows import Row
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric
 from deberta_ds.objectives.build import metrics_of
 from deberta_ds.training.pairs import Pairs

@@ -24,8 +24,8 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.engine.engine import init_distributed
 from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.model import choose, cpu, flops
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.encoder import Trunk
-from deberta_ds.model.init import init_parameters
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.training.meters import hardware
 from deberta_ds.training.rehearsal import fastest, preflight

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -33,7 +33,6 @@ from deberta_ds.engine.engine import local_device
 from deberta_ds.engine.optim import thaw_factor
 from deberta_ds.model import choose, cpu
 from deberta_ds.model.backbone import on_meta
-from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import (
     build_model,
@@ -45,7 +44,7 @@ from deberta_ds.objectives.build import (
 from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking import trackers
-from deberta_ds.tracking.log import RunLog, non_default_texts
+from deberta_ds.tracking.log import RunLog, non_default_texts, trackers_of
 from deberta_ds.training import best, meters
 from deberta_ds.training.inputs import Inputs, open_inputs
 from deberta_ds.training.resume import check_identity, restore, take_moments
@@ -83,10 +82,11 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         found, record, inputs = open_run(run, ds_values, place, resume)
         if run.train.upload:
             dist.on_main(lambda: check_owner(run.out_dir, run.train.upload, resume, claims=True))
+        lines = [*describe(run, inputs, origins), *warnings, *found.warnings]
         log = dist.together(lambda: RunLog(
             run.out_dir, dist.is_main(), metrics=metrics_of(run), total_steps=run.train.steps,
-            track=[*trackers.chosen(run.log), *map(trackers.callback, callbacks)]))
-        for line in (*describe(run, inputs, origins), *warnings, *found.warnings):
+            track=[*trackers_of(run.log), *map(trackers.callback, callbacks)]))
+        for line in lines:
             log.info(line)
         dist.on_main(lambda: write_config(run, inputs, origins))
         model_engine = build(run, inputs, record, log.info)
@@ -115,12 +115,9 @@ def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any
     `ds_values` is a DeepSpeed JSON, `place` names the run file in errors; `asked`: what else was
     asked on the command line. Raises UserError, on every rank.
     """
-    asked = {"version of": versions()} | run_config.to_dict(run) | (asked or {}) | {
-        "DeepSpeed JSON": ds_values,
-        "out_dir, absolute": os.path.abspath(run.out_dir)}
     warnings = engine.check_machine(ds_values, place)
-    engine.init_distributed()
-    dist.check_alike(asked)
+    join(run_config.to_dict(run) | (asked or {}) | {
+        "DeepSpeed JSON": ds_values, "out_dir, absolute": os.path.abspath(run.out_dir)})
     agreed_kernels(partial(kernel_choices, run.model, ds_values, run.data.seq_len))
     dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))
     if local_device().type == "cpu":
@@ -130,15 +127,21 @@ def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any
     return warnings
 
 
+def join(asked: dict[str, Any]) -> torch.device:
+    """Join the process group and return this rank's device; UserError on every rank if they were
+    `asked` for different things.
+    """
+    asked = {"version of": versions()} | asked
+    device = engine.init_distributed()
+    dist.check_alike(asked)
+    return device
+
+
 def agreed_kernels(choose: Callable[[], Any]) -> Any:
     """Return what `choose` says of the kernels on this rank, which the first one of each node
     checks. UserError on every rank if a kernel fails its check on any node.
     """
-    if dist.local_rank() == 0:
-        with suppress(UserError):
-            choose()
-    for found in filter(None, dist.gather_objects(kernel_check.verdicts)):
-        kernel_check.merge(found)
+    dist.together(lambda: choose() if dist.local_rank() == 0 else None)
     return dist.together(choose)
 
 
@@ -163,7 +166,9 @@ def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
     scores = [metric.key for metric in metrics_of(run)]
     problems += [f"evaluate.metrics: {name} is the name of another score; call the function "
                  "otherwise" for name in {name for name in scores if scores.count(name) > 1}]
-    problems += [*objective_of(run).problems(run), *best.problems(run)]
+    problems += objective_of(run).problems(run)
+    if run.train.best_metric or run.train.patience:
+        problems += best.problems(run)
     if run.init.embeddings_only and run.init.source.startswith(RANDOM):
         problems.append("init.embeddings_only needs weights; leave random: out of init.from")
     try:
@@ -200,8 +205,9 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     dist.on_main(lambda: check_link(run))
     found = find.find(run.out_dir, resume)
     record = dist.together(lambda: read_run_record(found.path) if found.path else None)
-    dist.together(lambda: raise_problems(place, batch_schedule.problems_with_ranks(
-        run.train, dist.world_size(), record.step if record else 0)))
+    if run.train.batch_warmup_steps:
+        dist.together(lambda: raise_problems(place, batch_schedule.problems_with_ranks(
+            run.train, dist.world_size(), record.step if record else 0)))
     inputs = open_inputs(run, ds_values, place)
     if record:
         measured = check_identity(run, inputs.identity, record, str(found.path))

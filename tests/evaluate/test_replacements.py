@@ -10,8 +10,7 @@ from data_helpers import make_corpus, random_documents, tiny_tokenizer
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
-from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import eval_sequences
+from deberta_ds.data.rows import collate, eval_sequences
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.native import write_ours

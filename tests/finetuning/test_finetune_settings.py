@@ -108,7 +108,7 @@ def test_sift_has_the_published_weight_unless_it_is_set(tmp_path, monkeypatch):
     monkeypatch.setattr("deberta_ds.engine.engine.check_machine", lambda *_: [])
     monkeypatch.setattr("deberta_ds.finetuning.models.open_start", lambda *_: tiny_start())
     monkeypatch.setattr("deberta_ds.training.start.agreed_kernels", lambda choose: ["none"])
-    monkeypatch.setattr("deberta_ds.engine.engine.init_distributed", lambda: torch.device("cpu"))
+    monkeypatch.setattr("deberta_ds.training.start.join", lambda asked: torch.device("cpu"))
     given = argparse.Namespace(
         sift=True, config=None, data="x", deepspeed_config=None, model="m", tokenizer=None, seeds=1,
         out=tmp_path, carve_train=[], any_size=True, max_bad=0, skip_test=False)

@@ -13,8 +13,7 @@ from deberta_ds.finetuning.answers import NEVER
 from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.heads import TaskModel, adversarial_divergence, divergence
 from deberta_ds.finetuning.loop import stream
-from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import task_named
 

@@ -23,12 +23,11 @@ from hugging_face_models import (
     random_values,
 )
 
-from deberta_ds.data.batch import Batch
+from deberta_ds.data.rows import Batch
 from deberta_ds.model import encoder
-from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.model.init import init_parameters
 from deberta_ds.release import configs, names
 
 LENGTHS = (33, 128, 512)

@@ -1,6 +1,7 @@
 """The check of a kernel in a process of its own: how it ends, and where a pass is kept."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import temporary_directory
 from deberta_ds.model.choose import Request
 from deberta_ds.model.kernels import kernel_check
-from deberta_ds.model.kernels.kernel_check import Verdict
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def check(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_check, "_MOST_SECONDS", 1)
     script = tmp_path / "python"
 
-    def check(commands: str, *sources: Path) -> Verdict:
+    def check(commands: str, *sources: Path) -> str:
         script.write_text(f"#!/bin/sh\ncat > /dev/null\necho run >> {tmp_path}/runs\n{commands}\n")
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
@@ -30,8 +30,9 @@ def check(monkeypatch, tmp_path):
         kernel_check._digest.cache_clear()
         return kernel_check.check(Request(torch.device("cpu"), torch.bfloat16, 16), print)
 
-    monkeypatch.setattr(kernel_check, "verdicts", {})
+    kernel_check.check.cache_clear()
     yield check
+    kernel_check.check.cache_clear()
 
 
 @pytest.mark.parametrize(("commands", "words"), [
@@ -42,29 +43,22 @@ def check(monkeypatch, tmp_path):
     ("echo '[NaN, \"keys\"]'", "keys off by nan where")])
 def test_a_check_that_does_not_pass_says_why_in_full(check, commands, words):
     """Of a compiler's error 200 characters were shown, and a fault of the GPU ended the run."""
-    verdict = check(commands)
-    assert not verdict.passed and words in verdict.text
+    with pytest.raises(UserError) as refused:
+        check(commands)
+    assert words in str(refused.value)
     assert not kernel_check.results_folder().exists()
-    assert check("exit 0") is verdict  # a rank asks once
 
 
 def test_a_pass_is_kept_on_this_node(check, tmp_path):
     passing = "echo a line of a library; echo '[0.001, \"keys\"]'"
-    assert "largest error 1.0e-03, in " in check(passing).text
-    kernel_check.verdicts.clear()  # another process
-    kept = check("exit 1")
-    assert kept.passed and "kept in " in kept.text
+    assert check(passing).endswith("largest error 1.0e-03") and check("exit 1") == check(passing)
+    kernel_check.check.cache_clear()  # another process
+    assert "kept in " in check("exit 1")
     for text, commands in (("old", passing), ("new", "exit 1")):
         (tmp_path / "kernel.py").write_text(text)  # a change of it asks again
-        kernel_check.verdicts.clear()
-        assert check(commands, tmp_path / "kernel.py").passed == (text == "old")
-
-
-def test_a_kernel_that_fails_on_one_rank_fails_on_all(monkeypatch):
-    monkeypatch.setattr(kernel_check, "verdicts", {"a": Verdict(True, ""), "b": Verdict(False, "")})
-    kernel_check.merge({"a": Verdict(False, "theirs"), "b": Verdict(True, ""),
-                        "c": Verdict(True, "")})
-    assert [kernel_check.verdicts[key].passed for key in "abc"] == [False, False, True]
+        kernel_check.check.cache_clear()
+        with nullcontext() if text == "old" else pytest.raises(UserError, match="exit code 1"):
+            check(commands, tmp_path / "kernel.py")
 
 
 @pytest.mark.parametrize(("tools", "header", "words"), [

@@ -18,11 +18,10 @@ from deberta_ds.config import run_config
 from deberta_ds.config.model import MODELS, decoder_problems
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, SourceConfig
-from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.rows import RowDataset, collate
 from deberta_ds.model import flops
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.encoder import Encoder
-from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives import base, mlm, rtd, rtd_cached
 from deberta_ds.objectives.base import masked_headline
 from deberta_ds.objectives.build import build_model, held_parameters

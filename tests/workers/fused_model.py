@@ -17,10 +17,10 @@ import torch
 from interpret_bf16 import patch
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
-from deberta_ds.data.batch import Row, collate
+from deberta_ds.data.rows import Row, collate
 from deberta_ds.model import choose
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.choose import pick
-from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 

@@ -1,12 +1,11 @@
-"""Checks of the Triton kernels on this GPU: small problems through them and torch's operators.
+"""Problems that show whether the Triton kernels are right on this GPU, one function per kernel.
 
-Each takes what was asked of `choose.pick`, and returns the largest relative error (NaN above all)
-and of what it is; see `kernel_check` for when it is asked.
+Each takes what was asked of `choose.pick`; see `kernel_check` for who solves them, and when.
 
 Legend: T target rows, V vocabulary; R rows, C columns; see `attention/dispatch.py` for the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import compress
 from typing import NamedTuple
@@ -20,16 +19,16 @@ from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import reference_attention
 from deberta_ds.model.choose import Request, load
 from deberta_ds.model.dropout import DropoutMask
+from deberta_ds.model.kernels.kernel_check import Problem
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 GEOMETRY = Geometry(512, 256)  # of every released v2 and v3 model
 _LEAST_SAME_SAMPLES = 0.99  # the others lie at an edge between two ids
 _ROWS = 1100  # so that programs of the weights' gradients take several turns
-Found = list[tuple[Tensor, Tensor, str]]  # results, what is right, names
 
 
 class Rows(NamedTuple):
-    """The shape of a test problem, for one kind of kernel."""
+    """The shape of a problem of attention."""
 
     length: int
     gathered: int | None = None  # gathered queries
@@ -46,105 +45,76 @@ LONG = (Rows(600), Rows(900, keep=True), Rows(1100), Rows(1100, dropout=0.0),
         Rows(1100, gathered=40), Rows(1100, gathered=40, dropout=0.0))
 
 
-def _worst(found: Found) -> tuple[float, str]:
-    errors = []
-    for result, right, name in found:
-        norm = right.double().norm().item()
-        errors.append(((result.double() - right.double()).norm().item() / (norm or 1.0), name))
-    return max(errors, key=lambda item: float("inf") if item[0] != item[0] else item[0])
-
-
-def _compared(what: str, names: str, fused: Callable, right: Callable, values: list[Tensor],
-              grad: Tensor) -> Found:
-    """Return the result and all gradients of a kernel, next to those of a function in fp32."""
-    both = []
-    for function, given in ((fused, values), (right, [x.float() for x in values])):
-        leaves = [x.detach().clone().requires_grad_() for x in given]
-        out = function(*leaves)
-        both.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
-    words = ["result", *(f"gradient of {name}" for name in names.split())]
-    return list(zip(*both, [f"{word} of {what}" for word in words], strict=True))
-
-
-def attention(request: Request, fused: Callable | None = None) -> tuple[float, str]:
-    """Check packed sequences; `request.long` ones have pairs beyond the relative table's reach,
-    which other loops take.
+def attention(request: Request, fused: Callable | None = None) -> Iterator[Problem]:
+    """Packed rows, all but the first with padding; `request.long` ones have pairs beyond the
+    relative table's reach, which other loops take.
     """
     fused = fused or load("kernels.attention:fused_path")
-    return _worst([one for rows in (LONG if request.long else SHORT)
-                   for one in _attention_of(request, rows, fused)])
-
-
-def _attention_of(request: Request, rows: Rows, fused: Callable) -> Found:
-    """Compare one problem: packed rows, all but the first with padding."""
-    device, dtype, size, batch, heads = request.device, request.dtype, request.size, *rows[4:]
-    length, queries = rows.length, rows.gathered or rows.length
-    generator = torch.Generator().manual_seed(length)
-
-    def sample(*shape) -> Tensor:
-        values = torch.randn(*shape, generator=generator).to(device, dtype)
-        return values.transpose(1, 2) if len(shape) == 4 else values
-
-    tensors = [sample(batch, count, heads, size) for count in (queries, length, length)]
-    tensors += [sample(heads, GEOMETRY.num_slots, size) for one in request.terms if one]
-    grad = sample(batch, queries, heads, size).transpose(1, 2)
-    segments = torch.ones(batch, length, dtype=torch.int32)
-    segments[1:, length // 3 :] = 2
-    segments[1:, length - 20 :] = 0
-    columns = None
-    if rows.gathered:
-        columns = torch.randint(0, length, (batch, queries), generator=generator).to(device)
-    seed = torch.ones(1, dtype=torch.int64, device=device)
-
-    def run(function: Callable, *leaves: Tensor) -> Tensor:
-        tables = iter(leaves[3:])
-        given = [next(tables) if one else None for one in request.terms]
-        return function(*leaves[:3], *given, geometry=GEOMETRY, segments_BL=segments.to(device),
-                        query_positions_BQ=columns, dropout=rows.dropout, seed=seed)
-
-    where = f"attention in {batch} rows of {queries} of {length} tokens"
-    names = " ".join(["queries keys values", *compress(TERMS, request.terms)])
-    return _compared(where, names, partial(run, partial(fused, keep_terms=True) if rows.keep
-                                           else fused), partial(run, reference_attention), tensors,
-                     grad)
-
-
-def cross_entropy(request: Request, fused: Callable | None = None) -> tuple[float, str]:
-    """Check the vocabulary loss against the chunked function in fp32."""
-    fused = fused or load("kernels.fused_cross_entropy:fused_linear_cross_entropy")
     device, dtype, size = request[:3]
-    generator = torch.Generator().manual_seed(size)
-    rows, ids = 300, 1000
-    found: Found = []
+    for length, gathered, dropout, keep, batch, heads in LONG if request.long else SHORT:
+        generator, queries = torch.Generator().manual_seed(length), gathered or length
+        shapes: list[tuple[int, ...]]
+        shapes = [(batch, count, heads, size) for count in (queries, length, length)]
+        shapes += [(heads, GEOMETRY.num_slots, size) for one in request.terms if one]
+        *values, grad = [torch.randn(*shape, generator=generator).to(device, dtype)
+                         for shape in [*shapes, shapes[0]]]
+        values[:3] = [x.transpose(1, 2) for x in values[:3]]
+        segments = torch.ones(batch, length, dtype=torch.int32)
+        segments[1:, length // 3 :] = 2
+        segments[1:, length - 20 :] = 0
+        columns = torch.randint(0, length, (batch, queries), generator=generator).to(device)
+        options = dict(geometry=GEOMETRY, segments_BL=segments.to(device), dropout=dropout,
+                       query_positions_BQ=columns if gathered else None,
+                       seed=torch.ones(1, dtype=torch.int64, device=device))
+        run = partial(_attend, request.terms, options)
+        yield Problem(
+            f"attention in {batch} rows of {queries} of {length} tokens",
+            partial(run, partial(fused, keep_terms=True) if keep else fused),
+            partial(run, reference_attention), values,
+            " ".join(["queries keys values", *compress(TERMS, request.terms)]), grad)
+
+
+def _attend(terms: tuple[bool, ...], options: dict, function: Callable, *values: Tensor) -> Tensor:
+    tables = iter(values[3:])
+    return function(*values[:3], *(next(tables) if one else None for one in terms), **options)
+
+
+def cross_entropy(request: Request, fused: Callable | None = None) -> Iterator[Problem]:
+    """The vocabulary loss, and the ids that are sampled."""
     # Under autocast the bias is in fp32, of which Triton compiles another binary.
-    for temperature, valid, of_bias in ((1.0, 990, dtype), (0.7, 992, torch.float32)):
-        shapes = ((rows, size), (ids, size), (ids,))
-        values = [torch.randn(*shape, generator=generator) for shape in shapes]
-        values[1] *= size**-0.5
-        values = [x.to(device, kind) for x, kind in
-                  zip(values, (dtype, dtype, of_bias), strict=True)]
-        labels = torch.randint(0, valid, (rows,), generator=generator).to(device)
-        uniforms = torch.rand(rows, generator=generator).to(device)
-        samples: list[Tensor] = []
-
-        def run(function: Callable, *leaves: Tensor, keep=samples, temperature=temperature,
-                valid=valid, labels=labels, uniforms=uniforms) -> Tensor:
-            loss, _, sampled = function(*leaves, labels, uniforms, temperature=temperature,
-                                        valid_vocab=valid)
-            keep.append(sampled)
-            return loss
-
-        found += _compared(f"the loss at temperature {temperature}", "states table bias",
-                           partial(run, fused), partial(run, linear_cross_entropy), values,
-                           torch.ones((), device=device))
-        same = (samples[0] == samples[1]).double().mean().item()
-        if same < _LEAST_SAME_SAMPLES:
-            return float("inf"), f"samples ({same:.1%} the same) at temperature {temperature}"
-    return _worst(found)
+    for temperature, valid, of_bias in ((1.0, 990, request.dtype), (0.7, 992, torch.float32)):
+        yield from _loss_at(request, fused or load("kernels.fused_cross_entropy:"
+                                                   "fused_linear_cross_entropy"),
+                            temperature, valid, of_bias)
 
 
-def norm(request: Request) -> tuple[float, str]:
-    """Check LayerNorm, dropout, GELU and sums of columns against torch's operators in fp32."""
+def _loss_at(request: Request, fused: Callable, temperature: float, valid: int,
+             of_bias: torch.dtype) -> Iterator[Problem]:
+    device, dtype, size = request[:3]
+    generator, (rows, ids) = torch.Generator().manual_seed(size), (300, 1000)
+    hidden, table, bias = (torch.randn(*shape, generator=generator)
+                           for shape in ((rows, size), (ids, size), (ids,)))
+    values = [hidden.to(device, dtype), (table * size**-0.5).to(device, dtype),
+              bias.to(device, of_bias)]
+    labels = torch.randint(0, valid, (rows,), generator=generator).to(device)
+    uniforms = torch.rand(rows, generator=generator).to(device)
+
+    def run(function: Callable, *values: Tensor) -> tuple[Tensor, Tensor]:
+        loss, _, samples = function(
+            *values, labels, uniforms, temperature=temperature, valid_vocab=valid)
+        return loss, samples
+
+    yield Problem(f"the loss at temperature {temperature}", lambda *x: run(fused, *x)[0],
+                  lambda *x: run(linear_cross_entropy, *x)[0], values, "states table bias",
+                  torch.ones((), device=device))
+    right = run(linear_cross_entropy, *(x.float() for x in values))[1]
+    yield Problem(f"the samples at temperature {temperature}",
+                  lambda *x: (run(fused, *x)[1] == right).double().mean() >= _LEAST_SAME_SAMPLES,
+                  lambda *_: torch.ones(()), values)
+
+
+def norm(request: Request) -> Iterator[Problem]:
+    """LayerNorm, dropout, GELU and sums of columns."""
     from deberta_ds.model.kernels import fused_norm
 
     device, sublayer, size = request[:3]
@@ -167,13 +137,11 @@ def norm(request: Request) -> tuple[float, str]:
         sum_RC = (x_RC * kept if dropout else x_RC) + y_RC
         return F.layer_norm(sum_RC, (size,), weight_C, bias_C, 1e-7) * (1.5 if dropout else 1)
 
-    found: Found = []
     for what, dropout in (("LayerNorm", mask), ("LayerNorm without dropout", None)):
-        found += _compared(what, "sublayer state weight bias", partial(fused, dropout),
-                           partial(plain, dropout), values, grad)
-    found += _compared("dropout", "state", lambda x: fused_norm.dropout(x, mask),
-                       lambda x: x * kept, values[:1], grad)
-    found += _compared("GELU", "state bias", fused_norm.biased_gelu,
-                       lambda x, bias: F.gelu(x + bias), [wide, inner_bias], wide_grad)
-    found.append((fused_norm.column_sums(wide), wide.float().sum(0), "sums of columns"))
-    return _worst(found)
+        yield Problem(what, partial(fused, dropout), partial(plain, dropout), values,
+                      "sublayer state weight bias", grad)
+    yield Problem("dropout", lambda x: fused_norm.dropout(x, mask), lambda x: x * kept,
+                  values[:1], "state", grad)
+    yield Problem("GELU", fused_norm.biased_gelu, lambda x, bias: F.gelu(x + bias),
+                  [wide, inner_bias], "state bias", wide_grad)
+    yield Problem("sums of columns", fused_norm.column_sums, lambda x: x.sum(0), [wide])

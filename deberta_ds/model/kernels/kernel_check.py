@@ -1,10 +1,10 @@
 """Check Triton kernels against torch on this GPU, once per node, GPU, torch, Triton and shape.
 
 A kernel that was compiled by another Triton, or for a card that nobody has tried, may be wrong
-without a word. So before it is taken by default, a small problem goes forward and backward through
-it and through torch's operators on the card itself, in a process of its own: a fault of the GPU
-(an illegal address) leaves nothing that this process could go on with. A pass is kept in a file on
-this node, next to what Triton has compiled, and not asked again.
+without a word. So before it is taken by default, small problems go forward and backward through it
+and through torch's operators on the card itself, in a process of its own: a fault of the GPU (an
+illegal address) leaves nothing that this process could go on with. A pass is kept in a file on this
+node, next to what Triton has compiled, and not asked again.
 """
 
 import hashlib
@@ -14,12 +14,10 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import metadata
@@ -27,8 +25,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deberta_ds.base import splitmix
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import temporary_directory, write_atomic
 
 # Relative, of every result: three times what rounding the input dtype costs.
@@ -38,49 +38,74 @@ _MOST_SECONDS = 600  # of a check; compiling takes about one minute
 _MOST_CHARACTERS = 8000  # of the error of a compiler, which may print a whole program
 
 
-class Verdict(NamedTuple):
-    """What the check found, in words for the log; of a failure also where."""
+class Problem(NamedTuple):
+    """What a kernel and torch's operators compute from the same tensors, these in fp32."""
 
-    passed: bool
-    text: str
-
-
-verdicts: dict[str, Verdict] = {}  # of this process, by platform and kind
-
-
-def merge(found: dict[str, Verdict]) -> None:
-    """Add the verdicts of another rank; a kernel that fails on one fails on all."""
-    verdicts.update({key: verdict for key, verdict in found.items()
-                     if key not in verdicts or not verdict.passed})
+    what: str
+    kernel: Callable
+    right: Callable
+    values: list[Tensor]
+    names: str = ""  # of the values
+    grad: Tensor | None = None  # of the result; None: it has no gradients
 
 
-def check(request: tuple, compare: Callable[..., tuple[float, str]]) -> Verdict:
-    """Return whether a kernel agrees with torch's operators; as known here, or kept on this node.
+def worst(problems: Iterable[Problem]) -> tuple[float, str]:
+    """Return the largest relative error of results and gradients, NaN above all, and of which."""
+    errors = []
+    for what, *functions, values, names, grad in problems:
+        both = []
+        for function, given in zip(functions, (values, [x.float() for x in values]), strict=True):
+            leaves = [x.detach().clone().requires_grad_(grad is not None) for x in given]
+            out = function(*leaves)
+            both.append([out] if grad is None else
+                        [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
+        words = ["result", *(f"gradient of {name}" for name in names.split())]
+        for word, *pair in zip(words, *both, strict=True):
+            result, right = (x.double() for x in pair)
+            error = (result - right).norm() / (right.norm().item() or 1.0)
+            errors.append((error.item(), f"{word} of {what}"))
+    return max(errors, key=lambda item: float("inf") if item[0] != item[0] else item[0])
 
-    request: what was asked of `choose.pick`. compare(request), a function of `checks`, returns the
-    largest relative error and of what it is; it runs in a process of its own. A change of any file
-    of this folder's parent asks again.
+
+@cache
+def check(request: tuple, problems: Callable[..., Iterable[Problem]]) -> str:
+    """Return how a kernel was found to agree with torch's operators; UserError if it does not.
+
+    request: what was asked of `choose.pick`. problems(request), a function of `checks`, makes what
+    is solved in a process of its own. A change of any file of this folder's parent asks again.
     """
-    device, dtype, size, state, *others, _ = request
     if missing := missing_tools():
-        return _failed(device, missing)
+        raise UserError(missing)
+    device = request[0]
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    types = f"{str(dtype)[6:]} into {str(state or dtype)[6:]}"
-    key = (f"{card}, torch {torch.__version__}, triton {metadata.version('triton')}, kernels "
-           f"{_digest(SOURCES)}, {compare.__name__}, {types}, size {size}, {others}")
+    key = repr((card, torch.__version__, metadata.version("triton"), _digest(SOURCES),
+                problems.__name__, request[1:-1]))
     path = results_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.txt"
-    if key not in verdicts and path.is_file():
-        verdicts[key] = Verdict(True, f"{path.read_text().strip()}, kept in {path}")
-    if key not in verdicts:
-        start = time.perf_counter()
-        found = verdicts[key] = _run(request, compare)
-        if found.passed:
-            with suppress(OSError):  # a disk that is full: the next run checks again
-                path.parent.mkdir(exist_ok=True)
-                write_atomic(path, found.text + "\n")
-            seconds = time.perf_counter() - start
-            verdicts[key] = Verdict(True, f"{found.text}, in {seconds:.1f} s")
-    return verdicts[key]
+    if path.is_file():
+        return f"{path.read_text().strip()}, kept in {path}"
+    error, where = _in_a_process(request, problems)
+    if not error <= (allowed := TOLERANCES[request[1]]):  # NaN is no pass
+        raise UserError(f"{where} off by {error:.1e} where {allowed:.1e} is allowed")
+    text = f"checked against torch's operators, largest error {error:.1e}"
+    with suppress(OSError):  # a disk that is full: the next process checks again
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, text + "\n")
+    return text
+
+
+def _in_a_process(request: tuple, problems: Callable) -> tuple[float, str]:
+    """Return what `worst` says in another process; UserError for one that dies or hangs."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, env=environ,
+                              input=pickle.dumps((request, problems)), timeout=_MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"it does not end in {_MOST_SECONDS} s") from None
+    if code := done.returncode:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        said = done.stderr.decode(errors="replace").strip()[-_MOST_CHARACTERS:]
+        raise UserError(f"its process ends with {how}\n{said}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def c_compiler() -> str | None:
@@ -98,28 +123,6 @@ def missing_tools() -> str:
     return "" if header.is_file() else f"Triton finds no {header} (apt install python3-dev)"
 
 
-def _run(request: tuple, compare: Callable[..., tuple[float, str]]) -> Verdict:
-    """Return the verdict of `compare` in another process; one that dies or hangs is a failure."""
-    device, allowed = request[0], TOLERANCES[request[1]]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    try:
-        done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, env=environ,
-                              input=pickle.dumps((request, compare)), timeout=_MOST_SECONDS)
-    except subprocess.TimeoutExpired:
-        return _failed(device, f"it does not end in {_MOST_SECONDS} s")
-    said = done.stderr.decode(errors="replace").strip()[-_MOST_CHARACTERS:]
-    if done.returncode:
-        code = done.returncode
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return _failed(device, f"its process ends with {how}\n{said}")
-    error, where = json.loads(done.stdout.splitlines()[-1])
-    if not error <= allowed:  # NaN is no pass
-        return _failed(device, f"{where} off by {error:.1e} where {allowed:.1e} is allowed")
-    return Verdict(True, f"checked against torch's operators, largest error {error:.1e}")
-
-
-def _failed(device: torch.device, text: str) -> Verdict:
-    return Verdict(False, f"on {socket.gethostname()}, {device}: {text}")
 
 
 def keep_on_this_node() -> None:
@@ -145,7 +148,7 @@ def _digest(sources: tuple[Path, ...]) -> str:
     return digest.hexdigest()[:12]
 
 
-if __name__ == "__main__":  # the process that `_run` starts
-    asked, function = pickle.load(sys.stdin.buffer)
+if __name__ == "__main__":  # the process that `_in_a_process` starts
+    asked, problems_of = pickle.load(sys.stdin.buffer)
     with torch.cuda.device(asked.device) if asked.device.type == "cuda" else nullcontext():
-        print(json.dumps(function(asked)))
+        print(json.dumps(worst(problems_of(asked))))

@@ -129,10 +129,10 @@ def content_kernel(D_SCORES, K, DQ, SEEN, NQ, NK, H, SPAN,
     first = tl.min(tl.where(count > 0, low * 8, NK), 0) // BC * BC
     for j0 in range(first, tl.max(tl.where(count > 0, (low + count) * 8, 0), 0), BC):
         j = tl.multiple_of(j0, BC) + tl.arange(0, BC)
-        place, own = vectors(begin, low, count, tl.zeros([BR], tl.int32) + j0 // 8, BC // 8)
+        place, own = vectors(begin[:, None], low[:, None], count[:, None], j[None, :])
         gradient = tl.load(D_SCORES + bh * elements + place, mask=own, other=0.0)
         k = tl.load(keys + j[:, None] * K.row + d[None, :], mask=(j < NK)[:, None], other=0.0)
-        acc = tl.dot(tl.reshape(gradient, [BR, BC]), k, acc, input_precision=PRECISION)
+        acc = tl.dot(gradient, k, acc, input_precision=PRECISION)
     tl.store(DQ + own_rows, acc.to(DQ.dtype.element_ty), mask=in_rows[:, None])
 
 
@@ -140,23 +140,26 @@ def content_kernel(D_SCORES, K, DQ, SEEN, NQ, NK, H, SPAN,
 def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, DROPPED, q_n, g_n, i, j0, rows, NQ, bias, scale,
               keep_scale, acc_k, acc_v, DROPOUT: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
               PRECISION: tl.constexpr):
-    """Return dK and dV / keep_scale with one block of queries added; score gradients [j, i]."""
+    """Return dK and dV with one block of queries added; score gradients [j, i].
+
+    Queries from NQ on have a bias of -inf. What a product does not need is loaded behind it: fewer
+    registers. One factor drops pairs from both sums: two selections of rounded pairs cost more.
+    """
     d = tl.arange(0, D)
     in_rows = i < NQ
     q = tl.load(Q + i[:, None] * q_n + d[None, :], mask=in_rows[:, None], other=0.0)
     grad = tl.load(GRAD + (i[:, None] * g_n + d[None, :]), mask=in_rows[:, None], other=0.0)
-    lse = tl.load(LSE + i, mask=in_rows, other=float("inf"))
-    row_dot = tl.load(ROW_DOT + i, mask=in_rows, other=0.0)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E)
-    probs = tl.exp2(scores + (bias - lse[None, :]))
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E) + bias
+    lse = tl.load(LSE + i, mask=in_rows, other=0.0)
+    probs = tl.exp2(scores - lse[None, :])
     d_probs = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-    kept_probs = probs
+    factor, kept_probs = keep_scale, probs
     if DROPOUT:
-        kept = kept_pairs(DROPPED, i, j0, rows, BN, True)
-        kept_probs = tl.where(kept, probs, 0.0)
-        d_probs = tl.where(kept, d_probs, 0.0)
+        factor = tl.where(kept_pairs(DROPPED, i, j0, rows, BN, True), keep_scale, 0.0)
+        kept_probs = probs * factor
     acc_v = tl.dot(kept_probs.to(grad.dtype), grad, acc_v, input_precision=PRECISION)
-    d_scores = probs * (d_probs * keep_scale - row_dot[None, :]) * scale
+    row_dot = tl.load(ROW_DOT + i, mask=in_rows, other=0.0)
+    d_scores = probs * (d_probs * factor - row_dot[None, :]) * scale
     acc_k = tl.dot(d_scores.to(q.dtype), q, acc_k, input_precision=PRECISION)
     return acc_k, acc_v, d_scores
 
@@ -242,7 +245,6 @@ def key_kernel(Q, K, V, SUMS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV, 
             high += tl.where(is_low, 0.0, sums)
     own_keys = (b.to(tl.int64) * NK * H + h) * D + (j[:, None] * (H * D) + d[None, :])
     tl.store(DK + own_keys, acc_k.to(DK.dtype.element_ty), mask=in_keys[:, None])
-    acc_v *= keep_scale
     tl.store(DV + own_keys, acc_v.to(DV.dtype.element_ty), mask=in_keys[:, None])
     if HAS_P2C and FAR:
         tl.store(D_P2C.edges + wide * NK + j, low, mask=in_keys)

@@ -22,7 +22,6 @@ from deberta_ds.model.kernels.attention.tiles import (
     COLUMN_TILES,
     Tile,
     capability_of,
-    choose_product_tile,
     choose_tile,
     rows_tile,
 )
@@ -185,7 +184,7 @@ def attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor
         *vectors, sums, *edges, grad, lse, row_dot, dk, dv, d_c2p.bias, d_p2c, query_facts[0],
         Bounds(*key_facts[3:5]), key_facts[0], dropped, *numbers, GATHERED=gathered,
         **_constants(q, (has[0], p2c_table is not None), dropout, far, tile))
-    tile = choose_product_tile(capability_of(q.device), size, "content")
+    tile = choose_tile(capability_of(q.device), size, "content")
     backward.content_kernel[(ceil_div(queries, tile.block_m), batch * heads)](
         d_c2p.bias, vectors[1], dq, seen, queries, keys, heads, span, FAR=far,
         **_product_constants(q, tile))
@@ -273,7 +272,7 @@ def gathered_bias_backward(grad: Tensor, k: Tensor, p2c_table: Tensor, query_fac
     """
     (batch, heads, keys, _), band = k.shape, make_band(reach, k.shape[2])
     d_term = _empty_term(k, True, keys, band)
-    tile = choose_product_tile(capability_of(k.device), 64, "spread")
+    tile = choose_tile(capability_of(k.device), 64, "spread")
     gathered.spread_kernel[(ceil_div(keys, tile.block_m), batch * heads)](
         grad.contiguous(), d_term, query_facts[1], query_facts.shape[2], keys, heads, band.span,
         FAR=band.far, BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(k),
@@ -365,7 +364,7 @@ def _precision(x: Tensor) -> str:
 
 def _tile(q: Tensor, k: Tensor, direction: str, gathered: bool, band: Band) -> Tile:
     longest = max(q.shape[2], k.shape[2])
-    return choose_tile(capability_of(q.device), q.shape[-1], longest, direction, gathered, band.far)
+    return choose_tile(capability_of(q.device), q.shape[-1], direction, longest, gathered, band.far)
 
 
 def _vectors(x: Tensor) -> Vectors:

@@ -42,29 +42,29 @@ def row_vectors(SEEN, rows, r, count, SPAN, N, width):
 
 
 @triton.jit
-def vectors(begin, low, count, first, VECTORS: tl.constexpr):
-    """Return the elements [rows, VECTORS, 8] of a matrix from each row's `first` on, and a mask."""
-    vector = first[:, None] + tl.arange(0, VECTORS)[None, :]
-    offset = (vector - low[:, None]).to(tl.uint32, bitcast=True)  # below 0: very large
-    inside = offset < count[:, None].to(tl.uint32, bitcast=True)
-    place = (begin[:, None] + vector) * 8
-    mask = tl.broadcast_to(inside[:, :, None], [first.shape[0], VECTORS, 8])
-    return place[:, :, None] + tl.arange(0, 8)[None, None, :], mask
+def vectors(begin, low, count, column):
+    """Return the elements of a matrix at columns from each row's `begin` on, and a mask.
+
+    begin, low, count: see `row_vectors`, with a dimension for `column`, which begins at a vector
+    and is not negative.
+    """
+    offset = (column // 8 - low).to(tl.uint32, bitcast=True)  # below 0: very large
+    return begin * 8 + column, offset < count.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _rows_of_residue(SEEN, rows, SPAN, N, width, BR: tl.constexpr, BC: tl.constexpr):
-    """Return this program's rows, their residue, first vectors of tile 0, `row_vectors`, and the
-    range of tiles that they meet.
+    """Return this program's rows, their residue, `row_vectors` from tile 0 on, and the range of
+    tiles that they meet.
     """
     residue, radius = tl.program_id(0) % 8, table_radius(SPAN, N)
     a = tl.program_id(0) // 8 * BR + tl.arange(0, BR)
     begin, low, count = row_vectors(SEEN, rows, 8 * a + residue, N, SPAN, N, width)
-    moved = a - radius // 8
-    some = count > 0
-    first = tl.min(tl.where(some, low - moved, radius // 4), 0) // (BC // 8)
-    last = tl.max(tl.where(some, low + count - moved, 0), 0)
-    return 8 * a + residue, residue, moved, begin, low, count, first, tl.cdiv(last, BC // 8)
+    moved, some = a - radius // 8, count > 0
+    low -= moved
+    first = tl.min(tl.where(some, low, radius // 4), 0) // (BC // 8)
+    last = tl.max(tl.where(some, low + count, 0), 0)
+    return 8 * a + residue, residue, begin + moved, low, count, first, tl.cdiv(last, BC // 8)
 
 
 @triton.jit(do_not_specialize=VARIES)
@@ -78,7 +78,7 @@ def bias_kernel(X, TABLE, TERM, SEEN, N, H, SPAN, scale, FAR: tl.constexpr, D: t
     columns = 2 * table_radius(SPAN, N)
     table = TABLE + h * D
     bias = TERM.bias + bh * elements
-    r, residue, moved, begin, low, count, first, last = _rows_of_residue(
+    r, residue, begin, low, count, first, last = _rows_of_residue(
         SEEN, b * N, SPAN, N, width, BR, BC)
     inside = r < N
     x = tl.load(
@@ -91,13 +91,15 @@ def bias_kernel(X, TABLE, TERM, SEEN, N, H, SPAN, scale, FAR: tl.constexpr, D: t
         tl.store(edges, tl.sum(wide * low_end[None, :], 1), mask=inside)
         edges += tl.num_programs(1).to(tl.int64) * N
         tl.store(edges, tl.sum(wide * high_end[None, :], 1), mask=inside)
+    half = tl.arange(0, 2)[:, None, None] * (BC // 2)  # a thread stores both: fewer rows' bounds
+    column = half + tl.arange(0, BC // 2)[None, None, :]
     for t in range(first, last):
-        c = t * BC - residue + tl.arange(0, BC)
-        rows = tl.load(table + c[None, :] * (H * D) + d[:, None],
-                       mask=(c >= 0)[None, :], other=0.0)
+        c = tl.maximum(t * BC - residue + tl.arange(0, BC), 0)  # no row has the columns before
+        rows = tl.load(table + c[None, :] * (H * D) + d[:, None])
         term = (tl.dot(x, rows, input_precision=PRECISION) * scale).to(TERM.bias.dtype.element_ty)
-        place, own = vectors(begin, low, count, t * (BC // 8) + moved, BC // 8)
-        tl.store(bias + place, tl.reshape(term, [BR, BC // 8, 8]), mask=own)
+        place, own = vectors(
+            begin[None, :, None], low[None, :, None], count[None, :, None], t * BC + column)
+        tl.store(bias + place, tl.permute(tl.reshape(term, [BR, 2, BC // 2]), [1, 0, 2]), mask=own)
 
 
 @triton.jit(do_not_specialize=VARIES)
@@ -111,24 +113,25 @@ def row_gradient_kernel(D_TERM, TABLE, DX, SEEN, N, H, SPAN, FAR: tl.constexpr, 
     columns = 2 * table_radius(SPAN, N)
     table = TABLE + h * D
     bias = D_TERM.bias + bh * elements
-    r, residue, moved, begin, low, count, first, last = _rows_of_residue(
+    r, residue, begin, low, count, first, last = _rows_of_residue(
         SEEN, b * N, SPAN, N, width, BR, BC)
     inside = r < N
     own_rows = DX + (b.to(tl.int64) * N * H + h) * D + (r[:, None] * (H * D) + d[None, :])
-    acc = tl.load(own_rows, mask=inside[:, None], other=0.0).to(tl.float32)
+    acc = tl.zeros([BR, D], tl.float32)
     if FAR:
         edges = D_TERM.edges + bh.to(tl.int64) * N + r
         sums = tl.load(edges, mask=inside, other=0.0)
         acc += sums[:, None] * tl.load(table + d).to(tl.float32)[None, :]
         sums = tl.load(edges + tl.num_programs(1).to(tl.int64) * N, mask=inside, other=0.0)
         acc += sums[:, None] * tl.load(table + (columns - 1) * (H * D) + d).to(tl.float32)[None, :]
+    column = tl.arange(0, BC)[None, :]
     for t in range(first, last):
-        c = t * BC - residue + tl.arange(0, BC)
-        rows = tl.load(table + c[:, None] * (H * D) + d[None, :],
-                       mask=(c >= 0)[:, None], other=0.0)
-        place, own = vectors(begin, low, count, t * (BC // 8) + moved, BC // 8)
-        gradient = tl.reshape(tl.load(bias + place, mask=own, other=0.0), [BR, BC])
+        c = tl.maximum(t * BC - residue + tl.arange(0, BC), 0)
+        rows = tl.load(table + c[:, None] * (H * D) + d[None, :])
+        place, own = vectors(begin[:, None], low[:, None], count[:, None], t * BC + column)
+        gradient = tl.load(bias + place, mask=own, other=0.0)
         acc = tl.dot(gradient, rows, acc, input_precision=PRECISION)
+    acc += tl.load(own_rows, mask=inside[:, None], other=0.0).to(tl.float32)
     tl.store(own_rows, acc.to(DX.dtype.element_ty), mask=inside[:, None])
 
 
@@ -143,6 +146,7 @@ def table_gradient_kernel(D_BIAS, X, D_TABLE, SEEN, B, N, H, SPAN, D: tl.constex
     d = tl.arange(0, D)
     width, elements = bias_shape(N, SPAN, N)
     radius = table_radius(SPAN, N)
+    column = t * BC + (tl.arange(0, BC // 8) * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
     acc = tl.zeros([BC, D], tl.float32)
     first = tl.maximum((radius - t * BC - BC) // 8, 0)  # only rows with a column at these distances
     last = tl.minimum((N + radius - t * BC + 7) // 8, (N + 7) // 8)
@@ -153,8 +157,9 @@ def table_gradient_kernel(D_BIAS, X, D_TABLE, SEEN, B, N, H, SPAN, D: tl.constex
             a = a0 + tl.arange(0, BR)
             r = 8 * a + residue
             begin, low, count = row_vectors(SEEN, b * N, r, N, SPAN, N, width)
-            place, own = vectors(
-                begin, low, count, t * (BC // 8) + a - radius // 8, BC // 8)
+            moved = a - radius // 8
+            place, own = vectors((begin + moved)[:, None, None], (low - moved)[:, None, None],
+                                 count[:, None, None], column)
             gradient = tl.reshape(tl.load(bias + place, mask=own, other=0.0), [BR, BC])
             x = tl.load(
                 x_rows + r[:, None] * X.row + d[None, :], mask=(r < N)[:, None], other=0.0)

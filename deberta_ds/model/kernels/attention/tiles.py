@@ -35,38 +35,31 @@ def tile_table() -> dict:
 
 
 @lru_cache
-def choose_tile(capability: tuple[int, int], size: int, length: int, direction: str, gathered: bool,
-                far: bool = False) -> Tile:
-    """Return the tile of a flash kernel for a device capability, head size and row length.
+def choose_tile(capability: tuple[int, int], size: int, kind: str, length: int = 0,
+                gathered: bool = False, far: bool = False) -> Tile:
+    """Return the tile of a kernel for a device capability and head size.
 
-    direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
+    kind: of products with a bias matrix "bias" (write it), "rows", "content" and "table" (their
+      gradients), "spread" (gathered queries); or a flash kernel, for sequences of a length:
+      "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
     gathered: gathered queries, which read the position terms pair by pair. far: pairs
-    beyond the band, whose loops take registers, so that tiles for short rows would spill.
+      beyond the band, whose loops take registers, so that tiles for short rows would spill.
     """
-    architecture = _architecture(capability)
     length_class = "gathered" if gathered else "long" if far or length > LONG_ROW else "short"
-    return Tile(*tile_table()[architecture][str(max(size, 32))][length_class][direction])
-
-
-@lru_cache
-def choose_product_tile(capability: tuple[int, int], size: int, kind: str) -> Tile:
-    """Return the tile of a product with a bias matrix: rows, columns or table rows, warps, stages.
-
-    kind: "bias" (write it), "rows" and "table" (their gradients), "spread" (gathered queries).
-    """
     own = tile_table()["sm100"] if (10, 0) <= capability < (12, 0) else {}
-    return Tile(*own.get(kind, tile_table()[_architecture(capability)][str(max(size, 32))][kind]))
+    table = tile_table()[architecture_of(capability)][str(max(size, 32))]
+    return Tile(*(table | table[length_class] | own)[kind])
 
 
 def rows_tile(x: Tensor, kind: str) -> Tile:
     """Return the tile of a product by residue; short sequences would not fill a large one."""
-    tile = choose_product_tile(capability_of(x.device), x.shape[-1], kind)
+    tile = choose_tile(capability_of(x.device), x.shape[-1], kind)
     return tile._replace(block_m=min(tile.block_m, 32)) if x.shape[2] <= _SHORT_ROW else tile
 
 
-def _architecture(capability: tuple[int, int]) -> str:
-    large = (9, 0) <= capability < (12, 0)  # sm_120 has the shared memory of sm_86
-    return "sm90" if large else "sm80"
+def architecture_of(capability: tuple[int, int]) -> str:
+    """Return the part of the table; sm_120 has the shared memory of sm_86."""
+    return "sm90" if (9, 0) <= capability < (12, 0) else "sm80"
 
 
 @lru_cache  # asked at nearly every launch
