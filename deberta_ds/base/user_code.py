@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,7 +43,6 @@ def short_name(value: str) -> str:
     return name or Path(file).stem
 
 
-@cache
 def load(key: str, value: str, takes: tuple[str, ...] = ()) -> Any:
     """Return what `value`, FILE.py or FILE.py:NAME, names; `key` is the option that holds it.
 
@@ -72,12 +70,6 @@ def load(key: str, value: str, takes: tuple[str, ...] = ()) -> Any:
     return found
 
 
-def forget() -> None:
-    """Load what is named from now on from its file again: a notebook's may have been edited."""
-    load.cache_clear()
-    _LOADED.clear()
-
-
 class OwnCodeError(UserError):
     """A function of the user's own has failed, or returned what it must not."""
 
@@ -97,13 +89,13 @@ def digest(key: str, value: str) -> str:
     return _module(key, split(value)[0])[1]
 
 
-_LOADED: dict[str, tuple[ModuleType, str]] = {}  # by real path: a file runs once
+LOADED: dict[str, tuple[ModuleType, str]] = {}  # by real path: a file runs once in a run
 
 
 def _module(key: str, file: str) -> tuple[ModuleType, str]:
     real, path = os.path.realpath(file), Path(file)
-    if real in _LOADED:
-        return _LOADED[real]
+    if real in LOADED:
+        return LOADED[real]
     if not path.is_file():
         raise UserError(f"{key}: {file}: no such file in {Path.cwd()}; write its path from there, "
                         "or a whole one")
@@ -117,7 +109,7 @@ def _module(key: str, file: str) -> tuple[ModuleType, str]:
     except (Exception, SystemExit) as error:  # whatever a user's code may raise
         raise UserError(f"{key}: {file} cannot be loaded ({type(error).__name__}: {error}); "
                         "fix it") from error
-    _LOADED[real] = module, sha256
+    LOADED[real] = module, sha256
     return module, sha256
 
 

@@ -151,7 +151,9 @@ def find(out_dir: str | Path, resume: str) -> Found:
     if resume != "auto":
         place = dist.together(lambda: local_copy(resume))
         begun_from = os.path.realpath(place)
-        candidates = [place, *dist.from_main(lambda: _begun_from(out_dir, begun_from))]
+        candidates = [place, *dist.from_main(lambda: [
+            path for path in list_finished(out_dir) if os.path.realpath(path) != begun_from
+            and _recorded(path, "begun_from") == begun_from])]
     skipped: list[str] = []
     for path in reversed(candidates):
         problems = problems_of(path)
@@ -172,12 +174,6 @@ def find(out_dir: str | Path, resume: str) -> Found:
 def warnings_of(skipped: list[str]) -> tuple[str, ...]:
     """Return the log's line of each checkpoint that was skipped, with its problem."""
     return tuple(f"WARNING: checkpoint skipped: {line}" for line in skipped)
-
-
-def _begun_from(out_dir: str | Path, place: str) -> list[Path]:
-    """Return the finished checkpoints of runs that began from the one at `place`, oldest first."""
-    return [path for path in list_finished(out_dir)
-            if os.path.realpath(path) != place and _recorded(path, "begun_from") == place]
 
 
 def problems_of(path: Path) -> list[str]:

@@ -222,7 +222,10 @@ def write_report(out: str | Path, rules: FilterRules, total: Tally,
               "examples": {name: [found[1:] for found in examples]
                            for name, examples in sorted(total.examples.items())},
               "bad_files": dict(bad_files)}
-    write_atomic(Path(out) / REPORT, _text_of(report))
+    # Halves of surrogate pairs are spelled out: no reader takes them.
+    text = re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):x}",
+                  json.dumps(report, ensure_ascii=False))
+    write_atomic(Path(out) / REPORT, json.dumps(json.loads(text), indent=1) + "\n")
 
 
 def report_lines(report: dict, samples: int = 2) -> list[str]:
@@ -256,13 +259,6 @@ def _summary(total: Tally, sizes: dict[str, int]) -> str:
                 preset = "data_prep/filters/any_language.toml"
             text += f". Most are in another language ({code}): use --filters {preset}"
     return text
-
-
-def _text_of(report: dict) -> str:
-    """Return a report as JSON, halves of surrogate pairs spelled out: no reader takes them."""
-    text = re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):x}",
-                  json.dumps(report, ensure_ascii=False))
-    return json.dumps(json.loads(text), indent=1) + "\n"
 
 
 filters_of = cache(Filters)  # of this process

@@ -223,7 +223,8 @@ def _json_document(
             try:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError:
-                record = _parse_again(line)
+                # json knows NaN, which Python writes, and names the fault.
+                record = json.loads(line.decode()) if line.strip() else _EMPTY_LINE
             text, problem, label, name = _fields_of(record, label, options)
             (label + name).encode()
         except UnicodeEncodeError:
@@ -236,13 +237,6 @@ def _json_document(
             if where == 0 and line.strip() == b"{":
                 problem = "a JSON value over many lines, not one on each; jq -c writes it so"
     return Document(text, path, where, "json", label, problem, name)
-
-
-def _parse_again(line: bytes):
-    """Return the value of what orjson rejects."""
-    if not line.strip():
-        return _EMPTY_LINE
-    return json.loads(line.decode())  # knows NaN, which Python writes, and names the fault
 
 
 def _read_records(extent: Extent, options: ReadOptions) -> Iterator[Document]:

@@ -90,7 +90,10 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
                     plans: dict[int, RowShardInfo], word_starts: np.ndarray) -> dict:
     """Link or rewrite a shard and its plans; return the fields of their infos, None if empty."""
     if not gone:
-        for path in _files_of(corpus, shard.name, plans):
+        files = [*files_of(corpus, shard.name), str(origins_path(corpus, shard.name))]
+        for seq_len in plans:
+            files += plan_files_of(rows_directory(corpus, seq_len), shard.name)
+        for path in map(Path, files):
             link(path, Path(out) / path.relative_to(corpus))
         return {"shard": asdict(shard), "labels": {}, "origins": None,
                 "plans": {str(length): asdict(plan) for length, plan in plans.items()},
@@ -121,12 +124,6 @@ def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
         cuts[length] += plan.pop("hard_cuts")
     return {"shard": asdict(info), "labels": labels, "origins": file, "plans": packed,
             "hard_cuts": cuts}
-
-
-def _files_of(corpus: str, name: str, plans: dict[int, RowShardInfo]) -> list[Path]:
-    return [*map(Path, files_of(corpus, name)), origins_path(corpus, name), *(
-        Path(file) for length in plans
-        for file in plan_files_of(rows_directory(corpus, length), name))]
 
 
 def _finish(out: Path, old: Manifest, plans: dict[int, RowsManifest], origins: Origins,

@@ -60,7 +60,9 @@ def mask_row(ids: np.ndarray, word_start: np.ndarray, character_start: np.ndarra
         words = choose_words(lengths, budget, rng)
     else:
         words = choose_ngrams(starts, lengths, budget, mask.max_ngram, rng)
-    chosen = _expand(starts[words], lengths[words])
+    starts, lengths = starts[words], lengths[words]
+    chosen = (starts - lengths.cumsum() + lengths).repeat(lengths)
+    chosen += np.arange(len(chosen))
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     labels[chosen] = ids[chosen]
     output = ids.copy()
@@ -183,12 +185,6 @@ def _ngram_cumulative(max_ngram: int) -> np.ndarray:
     cumulative = np.cumsum(weights / weights.sum())
     cumulative[-1] = 1.0
     return cumulative
-
-
-def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the positions of all tokens of the given spans, in order."""
-    shift = (starts - lengths.cumsum() + lengths).repeat(lengths)
-    return shift + np.arange(len(shift))
 
 
 def _deberta_window(ids: np.ndarray, begins_L: np.ndarray, special_L: np.ndarray,

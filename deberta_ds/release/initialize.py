@@ -60,7 +60,11 @@ def initial_tensors(run: RunConfig, tokenizer: Tokenizer | None = None
         tensors, notes = objective.parameters(
             run, {name: network.tensors for name, network in networks.items()})
         for name, network in networks.items():
-            notes += _random_parts(network, objective.HEADS[name])
+            head = objective.HEADS[name]
+            missing = [head.removesuffix(".")] * (not network.has(head))
+            if head == "mlm_head." and not network.config.absolute_input:
+                missing += ["absolute position table"] * (not network.has("positions.weight"))
+            notes += [f"WARNING: no {part} in the source; it starts at random" for part in missing]
         if run.model.max_position > release.main.config.largest_distance:
             notes += [f"WARNING: {line}" for line in changes_beyond_reach(release)]
         notes = list(dict.fromkeys([f"from {place}", *release.notes, *notes]))  # each once
@@ -109,14 +113,6 @@ def _networks(run: RunConfig, release: Release, tokenizer: Tokenizer) -> dict[st
     _check_shape("model", run.model, main.config, place)
     _check_shape("generator", encoders["generator"], generator.config, generator_place)
     return {"main": main, "generator": generator}
-
-
-def _random_parts(network: Network, head: str) -> list[str]:
-    """Return a warning for each part that a head needs and the source does not have."""
-    missing = [] if network.has(head) else [head.removesuffix(".")]
-    if head == "mlm_head." and not network.config.absolute_input:
-        missing += [] if network.has("positions.weight") else ["absolute position table"]
-    return [f"WARNING: no {part} in the source; it starts at random" for part in missing]
 
 
 def shape_differences(run: ModelConfig, source: ModelConfig) -> list[str]:

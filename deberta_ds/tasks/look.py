@@ -17,7 +17,9 @@ _ROWS, _WIDTH = 10, 76  # shown of each table, and characters of a text
 _EVERY = 1 << 62
 _DAMAGE = {"have characters that were lost (\ufffd)": "\ufffd",
            "look like UTF-8 that was read as Latin-1 (Ã¼)": "[ÂÃ][\x80-\xbf]",
-           "have characters as HTML writes them (&amp;)": r"&(amp|lt|gt|quot|nbsp|#\d+);"}
+           "are Python's bytes (b'...')": r"""^b(['"]).*\1$""",
+           "have characters or tags of HTML (&amp;, <br>)":
+               r"&(amp|lt|gt|quot|nbsp|#\d+);|</?(br|p)\b[^>]*>"}
 
 
 def look(task: Task, data: str) -> Iterator[str]:

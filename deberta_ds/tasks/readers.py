@@ -34,7 +34,7 @@ ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 # The Hub's tables are flat: MultiRC has one row per answer, ReCoRD one per query, labels are class
 # numbers and a label of -1 means none. Source: huggingface/datasets datasets/super_glue.
 HUB = "hub"
-_EMPTY = {"nan", "NaN", "None", "null", "NULL", "<NA>"}  # texts that stand for an empty cell
+_EMPTY = {*"nan NaN None null NULL <NA> NA N/A #N/A \\N".split()}  # stand for an empty cell
 _LEFT_OUT = object()  # no line: one that ignore_labels leaves out
 _MOST_BYTES = 1 << 30  # of a table in a zip; the largest official one has a quarter
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}

@@ -123,9 +123,11 @@ def _with_choices(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
         values = line[own.choices[0]] if len(own.choices) == 1 else [
             line[name] for name in own.choices]
         if not isinstance(values, list):
+            named = [f"{own.choices[0]}.{key}" for key in values] if isinstance(
+                values, dict) else ["answer1", "answer2"]
             raise UserError(f"{place}: column {own.choices[0]!r} must hold a list of answers; "
                             "answers in columns of their own are named one by one: choices = "
-                            '["answer1", "answer2"]')
+                            + json.dumps(named, ensure_ascii=False))
         count, value = max(count, len(values)), line.get("label")
         numbers |= {value} if type(value) is int and 0 <= value <= count else set()
         if found := chosen(value, values, task.first_answer):

@@ -1,8 +1,10 @@
 """Minimal pairs: readers, scorers against loops in float64, ties, intervals, several ranks."""
 
+import contextlib
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import export_cases
 import numpy as np
@@ -31,6 +33,7 @@ from deberta_ds.report.pages import render
 from deberta_ds.tokenizer import subword_starts_word
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tracking.records import read_metrics
+from deberta_ds.training import loop
 from deberta_ds.training.held_out import score_minimal_pairs
 from deberta_ds.training.pairs import MinimalPair, encode_sentences, outcomes
 
@@ -309,6 +312,28 @@ def test_scores_while_training_are_those_of_the_finished_model(tmp_path, kind, s
                                  [pair.paradigm for pair in PAIRS], tiny_tokenizer())
     assert shares == {"minimal_pairs": pytest.approx(
         pair_scores.summarize(scored, PAIRS)[name]["accuracy"])}
+
+
+def test_a_request_to_stop_ends_minimal_pairs_of_a_run_at_their_next_forward():
+    """No scores are kept, the model trains again, and the loop knows that the evaluation is due."""
+    looked, run = [], export_cases.run_config("v3", "mlm")
+    model = build_model(run, tiny_tokenizer().size)
+
+    def look():
+        looked.append(model.training)
+        if len(looked) > 1:
+            raise loop._StopError
+
+    pairs = [encode_sentences(["It is.", "It are."], tiny_tokenizer(), 64)] * 99
+    inputs = SimpleNamespace(held_out={"a": []}, pairs=(pairs, ["p"] * 99),
+                             tokenizer=tiny_tokenizer())
+    model.device = torch.device("cpu")
+    trainer = SimpleNamespace(run=run, inputs=inputs, engine=model, objective=objective_of(run),
+                              meters=SimpleNamespace(during=contextlib.nullcontext), _look=look)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "evaluate", lambda *_: {})
+        assert loop.Trainer._evaluate(trainer) is False
+    assert trainer.is_cut_short and model.training and looked == [False, False]
 
 
 def test_the_page_shows_every_score_and_escapes_names():

@@ -38,7 +38,7 @@ from deberta_ds.release.native import write_ours
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import resolve
 from deberta_ds.tasks.task_file import load_own_task
-from deberta_ds.training.start import check_run
+from deberta_ds.training.start import check_run, first_weights
 
 ROWS = tomllib.loads((Path(__file__).parent / "remedies.toml").read_text(encoding="utf-8"))
 # How a clause begins that tells the reader what to do.
@@ -128,16 +128,18 @@ def place(tmp_path_factory, process_group):
     return root
 
 
-def refused(overrides: dict, ds: dict, ranks: int) -> str:
+def refused(overrides: dict, ds: dict, ranks: int, weights: bool) -> str:
     """Return what a run file with overrides is refused with, "" for nothing."""
     words = [as_override(key, value) for key, value in overrides.items() if value != "(none)"]
-    user_code.forget()
+    user_code.LOADED.clear()
     try:
         ds_config.check(ds, "ds.json")
         run, _ = run_config.load("run.toml", words)
         check_run(run, ds, ranks, "run.toml")
         raise_problems("run.toml", problems_with_ranks(run.train, ranks, 0))
         learning_rate(run.optim, 0, run.train.steps)
+        if weights:
+            first_weights(run, tiny_tokenizer())
     except UserError as error:
         return str(error)
     return ""
@@ -148,10 +150,10 @@ def test_a_remedy_of_a_run_file(place, monkeypatch, row):
     monkeypatch.chdir(place)
     put(row.get("files", {}))
     ds, ranks = row.get("ds", {"zero_optimization": {"stage": 1}}), row.get("ranks", 1)
-    said = refused(row.get("keys", {}), ds, ranks)
+    said = refused(row.get("keys", {}), ds, ranks, row.get("weights", False))
     put(row.get("then_files", {}))
     again = refused(row.get("keys", {}) | row.get("then", {}), row.get("then_ds", ds),
-                    row.get("then_ranks", ranks))
+                    row.get("then_ranks", ranks), row.get("weights", False))
     assert is_in(row["says"], said), said
     assert "other" in row or not again, again
     assert is_in(row.get("other", ""), again) and not is_in(row["says"], again), again
@@ -169,7 +171,7 @@ def tried(words: str) -> tuple[bool, str]:
             else:
                 module, _, function = name.partition(":")
                 called = getattr(importlib.import_module(f"deberta_ds.{module}"), function)
-                printed.write(str(called(*(json.loads(one) if one[0] in "[{" or one.isdecimal()
+                printed.write(str(called(*(json.loads(one) if re.match(r"[[{]|\d+$", one)
                                            else one for one in arguments)))[:500])
         except Exception as error:
             if (said := user_message(error)) is None:
@@ -236,7 +238,7 @@ def do(steps: list, command: str) -> tuple[bool, str] | None:
 def test_a_remedy_of_a_command(place, tmp_path, monkeypatch, row):
     shutil.copytree(place, tmp_path / "here", symlinks=True)
     monkeypatch.chdir(tmp_path / "here")
-    user_code.forget()
+    user_code.LOADED.clear()
     done = do([row.get("files", {}), *row.get("before", [])], "")
     assert not (done and done[0]), done
     _, said = tried(row["run"])
