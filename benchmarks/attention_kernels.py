@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.peers import GEOMETRY, Problem, make_problem
 from benchmarks.step_cost import ATTENTION_DROPOUT, CARDS, Card, Count, attention_kernels
 from deberta_ds.base.errors import UserError, exit_cleanly
-from deberta_ds.engine.gpus import count_gpus, known_as
+from deberta_ds.cluster.launcher import count_gpus
+from deberta_ds.engine.gpus import known_as
 from deberta_ds.model.attention.dense import dense_attention
 from deberta_ds.model.kernels.attention import fused_path
 

@@ -27,7 +27,7 @@ from benchmarks.attention_kernels import (
 from benchmarks.measure import save
 from benchmarks.peers import GEOMETRY, Problem, make_problem
 from deberta_ds.base.errors import UserError, exit_cleanly
-from deberta_ds.engine.gpus import count_gpus
+from deberta_ds.cluster.launcher import count_gpus
 from deberta_ds.model.attention.geometry import make_band
 from deberta_ds.model.kernels.attention import tiles
 

@@ -1,4 +1,4 @@
-"""The masked LM head, forward + backward with a draw: chunked beside fused beside full logits.
+"""The masked LM head, forward + backward with sampling: chunked, fused and full logits.
 
 15 percent of 32 rows of 512 tokens, hidden size 768, vocabulary 128,100. Prints milliseconds, peak
 memory and the loss, and writes benchmarks/results/cross_entropy-<device>.json.

@@ -148,7 +148,7 @@ def _stage_speed(args, text: Path, model: Path, documents_are: str) -> dict:
     from deberta_ds.corpus.readers import read_unit
     from deberta_ds.corpus.tokenize import CleanOptions, tokenize_unit
     from deberta_ds.tokenizer import Tokenizer
-    from deberta_ds.tokenizer.text import normalise
+    from deberta_ds.tokenizer.text import normalize
 
     tokenizer = Tokenizer(model)
     read, target = ReadOptions(documents=documents_are), args.scratch / "speed"
@@ -156,7 +156,7 @@ def _stage_speed(args, text: Path, model: Path, documents_are: str) -> dict:
     totals = dict.fromkeys(("list", "numpy", "stage"), 0.0)
     tokens = count = 0
     for number, unit in enumerate(plan_units([str(text)], read)):
-        documents = [text for text in (normalise(d.text) for d in read_unit(unit, read)) if text]
+        documents = [text for text in (normalize(d.text) for d in read_unit(unit, read)) if text]
         ways = {"list": lambda docs=documents: [processor.encode(text) for text in docs],
                 "numpy": lambda docs=documents: [processor.encode(text, return_type="numpy")
                                                  for text in docs],

@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from benchmarks.measure import save
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.config import run_config
-from deberta_ds.data.batch import Batch, collate
-from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.rows import Batch, RowDataset, collate
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.model import cpu, embeddings
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
@@ -139,7 +138,7 @@ def main() -> None:
     for name, way in ways.items():
         median = sorted(way.seconds)[len(way.seconds) // 2]
         results[name] = {"median_seconds": median, "losses": way.losses}
-        print(f"{name:36} {median * 1e3:7.1f} ms a step, last loss {way.losses[-1]:.5f}")
+        print(f"{name:36} {median * 1e3:7.1f} ms per step, last loss {way.losses[-1]:.5f}")
     print(f"losses of {options.steps} steps differ by {difference:.1e} at most; "
           f"{draws.different} of {draws.total} draws differ")
     print(f"wrote {save('demo_step', 'cpu', results)}")

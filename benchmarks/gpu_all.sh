@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What needs a GPU, in two calls of under nine minutes each.
 #
-#   benchmarks/gpu_all.sh 1 [WHEELS]      # correctness, two runs bit for bit, attention beside peers
+#   benchmarks/gpu_all.sh 1 [WHEELS]      # correctness, two runs bit for bit, attention next to peers
 #   benchmarks/gpu_all.sh 2 [WHEELS]      # training steps with a profile, the head, memory
 #   benchmarks/gpu_train.sh 1|2 [WHEELS]  # end to end under DeepSpeed
 #
 # With WHEELS (offline) the wheels of that folder are installed for this run. A machine with torch,
-# triton, transformers, sentencepiece, xxhash, psutil, scipy and pytest needs these beside (8 MB; the
+# triton, transformers, sentencepiece, xxhash, psutil, scipy and pytest needs these, too (8 MB; the
 # last two are the peers, listed as absent without them):
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
@@ -30,7 +30,7 @@ else
   part 120 "RTD step, v3-base, with a profile" \
     "$python" -m benchmarks.train_step --device cuda --model deberta-v3-base --objective rtd \
     --shapes 64x512 16x512 --rounds 8 --profile --ours-only
-  part 130 "MLM step, v3-base, beside Hugging Face" \
+  part 130 "MLM step, v3-base, next to Hugging Face" \
     "$python" -m benchmarks.train_step --device cuda --model deberta-v3-base \
     --shapes 32x512 8x2048 --rounds 8
   part 100 "RTD step, 1.5B with a 24-layer generator (ours alone)" \
@@ -38,7 +38,7 @@ else
     --generator-layers 24 --shapes 4x512 8x512 --rounds 4 --ours-only
   part 80 "the masked LM head" "$python" -m benchmarks.cross_entropy --device cuda
   part 80 "memory" "$python" -m benchmarks.memory --device cuda
-  part 25 "an update of v3-base, Muon beside AdamW" "$python" -m benchmarks.optimizer_step \
+  part 25 "an update of v3-base, Muon next to AdamW" "$python" -m benchmarks.optimizer_step \
     --config launch/runs/v3_base.toml --device cuda
 fi
 finish

@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu_first.sh 1 [WHEELS]    # the machine and its speed; do the kernels launch, and do
 #                                         # they stay within their memory
-#   benchmarks/gpu_first.sh 2 [WHEELS]    # each attention kernel's time beside what is expected, and
+#   benchmarks/gpu_first.sh 2 [WHEELS]    # each attention kernel's time next to what is expected, and
 #                                         # what it waits for
 #
 # Between them: gpu_all.sh 1 and gpu_train.sh 1, whose --help says what the machine needs. Parts that

@@ -17,7 +17,7 @@ from benchmarks.measure import interleaved_minimum, save
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config import run_config
 from deberta_ds.engine.optim import build_optimizer
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import build_model
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     calls = {"adamw": build_optimizer(model, replace(run.optim, name="adamw")).step}
-    for name, kind in (("muon, fp32 products", None), ("muon, bf16 products", torch.bfloat16)):
+    for name, kind in (("muon, fp32 matmuls", None), ("muon, bf16 matmuls", torch.bfloat16)):
         muon = build_optimizer(model, replace(run.optim, name="muon"), matmuls=kind)
         calls[name] = muon.step
     matrices = sum(p.numel() for group in muon.param_groups if group["matrices"]

@@ -214,7 +214,7 @@ def disentangled_flash(problem: Problem) -> Callable[[], Tensor]:
 def _profiled_tiles(problem: Problem) -> dict[str, object]:
     """Return disentangled-flash's kernel configurations by phase; its autotuner does the rest.
 
-    Its automatic choice takes the profile only beside the very compiler it was made with, and
+    Its automatic choice takes the profile only with the very compiler it was made with, and
     searching takes minutes; the tiles are the best that its author found on an H200.
     """
     from disentangled_flash.tuning import (

@@ -12,7 +12,7 @@ One core: raw and stage take turns at each unit, seconds of processor time, each
 each unit; the ratio of the sums; and, of one stage alone, the share of its time that is the
 library's (with the joining of its ids), the middle one of all turns, which other load on the
 machine hardly moves. Workers:
-the library on that many threads beside `tokenize_corpus` on that many
+the library on that many threads next to `tokenize_corpus` on that many
 processes, seconds on the clock, and of the latter those from the first unit's end to the last
 one's (what is before is the start of the workers).
 """

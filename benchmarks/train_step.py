@@ -2,9 +2,9 @@
 
 Same random rows, all tokens real, 15 percent masked, dropout 0.1 everywhere. Ours runs the enhanced
 mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's model has no decoder
-and computes logits of every position, with AdamW as torch defaults it and, beside it, fused.
+and computes logits of every position, with AdamW as torch defaults it and, next to it, fused.
 On a CPU where our runs let oneDNN compute fp32 matmuls (`deberta_ds.model.cpu`), fp32 is timed both
-ways, and beside the steps one large product, which a step's FLOP/s are a share of. There the peers
+ways, and next to the steps one large matmul, which a step's FLOP/s are a share of. There the peers
 run in a process of their own, with the heap as transformers leaves it; ours keep it, as our runs do
 (`deberta_ds.model.cpu`), and with --peers-keep-heap so do the peers. Writes
 benchmarks/results/train_step-<objective>-<model>-<device>.json (amx-cpu: a CPU with AMX).
@@ -37,11 +37,11 @@ from benchmarks.measure import (
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
-from deberta_ds.data.batch import Batch, Row, collate
+from deberta_ds.data.rows import Batch, Row, collate
 from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.model import cpu, flops
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.heads import ReplacedTokenHead
-from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 from deberta_ds.objectives.rtd_cached import CachedRtdModel
@@ -293,7 +293,7 @@ def profile(step, device: str) -> list[dict]:
 
 
 def peak(result: dict, kind: str, device: str) -> float | None:
-    """Return FLOP/s: the card's, if known, or on a CPU those of the large product beside."""
+    """Return FLOP/s: the card's, if known, or on a CPU those of the large matmul."""
     if device == "cuda":
         return peak_flops(torch.device(device), kind)
     return 2 * math.prod(PRODUCT_SHAPE) / result["seconds"][f"{PRODUCT}, {kind}"]

@@ -24,11 +24,11 @@ from benchmarks.train_step import make_batch, normalizers_of
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
-from deberta_ds.data.batch import Batch
+from deberta_ds.data.rows import Batch
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.clipping import clip_gradients
 from deberta_ds.engine.optim import build_optimizer
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
 
 RUNS = {"demo": "launch/runs/demo.toml", "xsmall": "launch/runs/v3_xsmall.toml"}
@@ -109,11 +109,11 @@ def measure(run, stages: list[int], rows: int, half: bool,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=RUNS, default="demo")
-    parser.add_argument("--rows", type=int, default=8, help="of 128 tokens, a rank")
+    parser.add_argument("--rows", type=int, default=8, help="of 128 tokens, per rank")
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[*range(4)],
                         help="of ZeRO; all of them hold a model each at once")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--bf16", action="store_true", help="bf16 products, fp32 weights")
+    parser.add_argument("--bf16", action="store_true", help="bf16 matmuls, fp32 weights")
     options = parser.parse_args()
     ranks = int(engine.init_distributed() and dist.world_size())
     run, _ = run_config.load(RUNS[options.shape], [f"--train.micro_batch_size={options.rows}",

@@ -48,15 +48,17 @@ def main() -> None:
 
 def build(args, overrides: list[str]) -> None:
     """Build, or say what would be done."""
+    from deberta_ds.base.json_files import flatten
     from deberta_ds.base.numbers import counted
-    from deberta_ds.config.toml_files import non_default_texts
     from deberta_ds.corpus import recipe as recipes
     from deberta_ds.corpus.build import Build
     from deberta_ds.corpus.encode import left_out
+    from deberta_ds.tracking.log import non_default_texts
 
     recipe, origins = recipes.load(args.recipe, overrides)
     job = Build(recipe, args.workers, args.part)
-    values = dataclasses.asdict(recipe) | {"corpora": [corpus.name for corpus in recipe.corpora]}
+    values = flatten(dataclasses.asdict(recipe) | {
+        "corpora": [corpus.name for corpus in recipe.corpora]})
     print("\n".join(non_default_texts(values, origins, "recipe")), flush=True)
     if args.dry_run:
         return print("\n".join(job.plan()))

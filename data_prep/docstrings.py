@@ -67,7 +67,7 @@ def pinned_files(constraints: str | Path) -> tuple[list[str], list[str]]:
 
 
 def docstrings_of(paths: list[str]) -> list[tuple[str, str]]:
-    """Return (name, normalised text) of the docstrings of files that are long and English."""
+    """Return (name, normalized text) of the docstrings of files that are long and English."""
     return [pair for path in paths for pair in _file_docstrings(path)]
 
 
@@ -75,7 +75,7 @@ def _file_docstrings(path: str) -> Iterator[tuple[str, str]]:
     import ast
     import warnings
 
-    from deberta_ds.tokenizer.text import BadTextError, letter_share, normalise
+    from deberta_ds.tokenizer.text import BadTextError, letter_share, normalize
 
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     try:
@@ -89,7 +89,7 @@ def _file_docstrings(path: str) -> Iterator[tuple[str, str]]:
             lines = [line for line in raw.splitlines() if not line.lstrip().startswith(
                 (">>>", "..."))]
             try:
-                text = normalise("\n".join(lines))
+                text = normalize("\n".join(lines))
             except BadTextError:
                 continue  # an escaped surrogate in a docstring: not text
             if len(text) >= MIN_CHARACTERS and letter_share(text) >= MIN_LETTER_SHARE:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Find the documents of a sequence, or the sequences of a document.
 
-find.py CORPUS --seq_len 512 --sequence 17 names the documents in sequence 17 (show.py and messages
-give such numbers). --document ID names the sequences of a document: its id (--id_key), or
+find.py CORPUS --seq_len 512 --sequence 17 names the documents in sequence 17. show.py and messages
+give such numbers. --document ID names the sequences of a document: its id (--id_key), or
 SOURCE@PLACE.
 """
 

@@ -33,7 +33,7 @@ def main() -> None:
             rows = sum(shard.rows for shard in manifest.shards)
             used = sum(shard.tokens + 2 * shard.pieces for shard in manifest.shards)
             fill = used / max(rows * seq_len, 1)
-            print(f"{corpus}/rows-{seq_len}: {rows:,} rows, {fill:.2%} full, "
+            print(f"{corpus}/rows-{seq_len}: {rows:,} sequences, {fill:.2%} full, "
                   f"{manifest.hard_cuts:,} cuts inside a word")
 
 

@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto",
                         help="use colors; without them targets are in braces")
     args, overrides = parser.parse_known_args()
+    if (args.corpus or "").startswith("--"):  # argparse takes what has spaces for no option
+        overrides, args.corpus = [args.corpus, *overrides], None
     if (args.corpus is None) == (args.config is None):
         parser.error("name either a packed corpus or a run file with --config")
     if args.config and (args.tokenizer or args.seq_len):
@@ -57,9 +59,9 @@ def main() -> None:
         row = dataset[g]
         source, number = dataset.locate(g)
         real, targets = int((row.segments > 0).sum()), int((row.labels >= 0).sum())
-        print(f"row {g} (row {number} of {data.sources[source].path}): {real} of {data.seq_len} "
-              f"tokens, {int(row.segments.max())} document segments, {targets} targets "
-              f"({targets / real:.1%})")
+        print(f"sequence {g} (number {number} of {data.sources[source].path}): {real} of "
+              f"{data.seq_len} tokens, {int(row.segments.max())} document segments, "
+              f"{targets} targets ({targets / real:.1%})")
         print(render(row, tokenizer, color), end="\n\n")
     if color:
         print(f"{_MASKED}masked{_PLAIN} {_REPLACED}shown as another{_PLAIN} "
@@ -71,9 +73,10 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "ObjectiveCon
 
     Overrides are written as for a run: --objective.mask.rate=0.3 --data.seed=1
     """
+    from deberta_ds.base.errors import ConfigError
     from deberta_ds.config import run_config, toml_files
     from deberta_ds.config.batch_schedule import rows_of_run
-    from deberta_ds.config.options import ConfigError, validate
+    from deberta_ds.config.options import validate
     from deberta_ds.release import shape
 
     if args.config:
@@ -92,7 +95,7 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "ObjectiveCon
 
 
 def render(row, tokenizer: "Tokenizer", color: bool) -> str:
-    """Return the row as text; each target as its original, coloured by what the model is shown."""
+    """Return the row as text; each target as its original, colored by what the model is shown."""
     special, parts = tokenizer.is_special(), []
     for shown, label, segment in zip(row.input_ids, row.labels, row.segments, strict=True):
         if segment == 0:

@@ -26,9 +26,9 @@ overrides on the command line: `--train.steps=1000`, `--optim.betas=[0.9, 0.98]`
 is described in `ds_configs/README.md`. `python launch/pretrain.py
 --explain KEY` prints the same.
 
-What a run file leaves open of [model] comes from a preset or from the source of `[init] from`;
-`model.vocab_size` follows the tokenizer: its number of ids, padded to a multiple of 64 (with
-`[init]`, the source's). A resumed run keeps the shape of its checkpoint.
+What a run file leaves open of [model] comes from a preset or from the source of `[init] from`.
+`model.vocab_size` follows the tokenizer: its number of ids, padded to a multiple of 64. With
+`[init]` it is the source's. A resumed run keeps the shape of its checkpoint.
 """
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/reference/recipes.md"
 RUNS = ROOT / "launch/runs"
 RESULTS = ROOT / "benchmarks/results/planned_cost.json"
-PRICES = {"rtx4090": 0.40, "a100": 1.50, "h100": 2.50}  # dollars a GPU hour, assumed
+PRICES = {"rtx4090": 0.40, "a100": 1.50, "h100": 2.50}  # dollars per GPU hour, assumed
 PIECES = 32_000  # of the tokenizer in README.md
 ROWS = -(-(PIECES + 1) // 64) * 64  # of the token embedding
 BYTES_A_TOKEN = 4.0  # of English text with that many pieces
@@ -59,10 +59,9 @@ first hundred steps log as `mfu`:
 Before there is a tokenizer, give its size: `--model.vocab_size={ROWS}`. Else the plan is for the
 128,100 tokens of the preset. It says which vocabulary it took.
 
-For a corpus, devices and hours of your own, from 1 MB of text on,
-`launch/new.py` writes a run file:
-the recipe of the largest model that is worth it (below 0.3 GB of text
-`launch/runs/small_mlm.toml`), with what has to differ and the reasons.
+For a corpus, devices and hours of your own, `launch/new.py` writes a run file. 1 MB of text is
+enough. It takes the recipe of the largest model that is worth it, with what has to differ and the
+reasons. Below 0.3 GB of text that is `launch/runs/small_mlm.toml`.
 
     python launch/new.py --corpus shards/web --heldout shards/heldout --tokenizer spm.model \\
         --devices "2 cpu" --hours 24

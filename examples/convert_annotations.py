@@ -17,7 +17,7 @@ Exports of annotation tools (.json, .jsonl, .csv, .parquet) keep their columns, 
     Prodigy           {"text": "...", "spans": [{"start": 0, "end": 4, "label": "PER"}], "answer"}:
                       what was not accepted has no label; of a question on one class
                       (textcat.teach) "answer" stays, the label column of that task
-    Label Studio      its JSON (the first annotation that was not cancelled) and JSON_MIN, also as
+    Label Studio      its JSON (the first annotation that was not canceled) and JSON_MIN, also as
                       CSV; classes that were chosen are columns by their names in its interface
 """
 
@@ -139,7 +139,7 @@ def converted(place: str, row: Any) -> dict[str, Any] | UserError:
 
 def flat(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of Label Studio's JSON as other tools write one, with the first annotation that
-    was not cancelled; Prodigy's without what was rejected. Others stay as they are.
+    was not canceled; Prodigy's without what was rejected. Others stay as they are.
     """
     if isinstance(row.get("data"), dict) and isinstance(row.get("annotations"), list):
         done = [part for part in row["annotations"]

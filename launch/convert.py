@@ -2,9 +2,10 @@
 
     python launch/convert.py --model SOURCE --out DIR --to hf|ms|ours
 
-SOURCE is a Hugging Face directory, a microsoft `.bin` with model_config.json next to it, an
-official training output (discriminator/ and generator/), or a run, checkpoint or consolidated
-directory of this project. DIR is a new directory. If something cannot be converted, a line says so.
+SOURCE is a Hugging Face directory, or a run, checkpoint or consolidated directory of this project.
+It may also be a microsoft `.bin` with model_config.json next to it, or an official training output
+(discriminator/ and generator/). DIR is a new directory. If something cannot be converted, a line
+says so.
 """
 
 from deberta_ds.base.command_line import local, parser_for

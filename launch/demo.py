@@ -98,7 +98,7 @@ class Demo:
 
 def _environment() -> dict[str, str]:
     """The environment of every command: quiet on machines without a GPU, no model hub."""
-    from deberta_ds.engine.gpus import count_gpus
+    from deberta_ds.cluster.launcher import count_gpus
 
     extra = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
              "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -116,7 +116,7 @@ def main() -> None:
                         help="seed of the weights, the sequence order and the masks (default: 0)")
     options = parser.parse_args()
 
-    from deberta_ds.engine.gpus import count_gpus
+    from deberta_ds.cluster.launcher import count_gpus
 
     started = time.monotonic()
     gpus = gpus_taken(count_gpus())
@@ -238,7 +238,7 @@ def fine_tune(demo: Demo, size: Size) -> None:
         scores = run["scores"]["val"]
         share, rows = scores["metrics"]["accuracy"]["value"], scores["examples"]
         low, high = wilson(share, rows)
-        demo.note(f"SuperGLUE {run['task']}", f"accuracy on {rows} validation rows{about}",
+        demo.note(f"SuperGLUE {run['task']}", f"accuracy on {rows} validation examples{about}",
                   f"{share:.1%} ({low:.1%} to {high:.1%}; majority class: "
                   f"{scores['majority']['accuracy']:.1%})", seconds / len(runs))
 

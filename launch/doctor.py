@@ -4,9 +4,9 @@
     deepspeed launch/doctor.py        # also the links between GPUs and nodes
     python launch/doctor.py --model microsoft/deberta-v3-xsmall
 
-With --model: whether a public model, or one of yours, is read right: its hidden states and tokens
-next to those of transformers, and a masked word. Ends with code 2 if something would stop a run,
-or if the model differs.
+With --model, it checks that a public model, or one of yours, is read right. It compares hidden
+states and tokens with those of transformers, and fills a masked word. It ends with code 2 if
+something would stop a run, or if the model differs.
 """
 
 import argparse

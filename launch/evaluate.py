@@ -32,7 +32,7 @@ def main() -> None:
     import torch
 
     from deberta_ds.checkpoint import find
-    from deberta_ds.engine.gpus import count_gpus
+    from deberta_ds.cluster.launcher import count_gpus
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.release.reader import check_same, read_tokenizer
     from deberta_ds.tokenizer import Tokenizer

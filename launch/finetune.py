@@ -36,7 +36,8 @@ def main() -> None:
     if given.look:
         from deberta_ds.tasks.look import look
 
-        for line in look(options.open_task(given.task), given.data or "."):
+        ((task,), *_) = options.open_tasks(given, overrides, [given.task])
+        for line in look(task, given.data or "."):
             print(line)
         return
     del given.look

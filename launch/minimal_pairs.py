@@ -5,10 +5,10 @@
 Several ranks under deepspeed give the same result in less time.
 
 MODEL is a run, a checkpoint, an exported directory or a public model. DATA is a directory, a tar
-archive or a file in the format of BLiMP or Zorro, or your own JSON lines with sentence_good,
-sentence_bad, paradigm and phenomenon. Every head is scored: a masked LM (or generator) by
-pseudo-log-likelihood per word and per token, a discriminator by the probability that nothing was
-replaced.
+archive or a file in the format of BLiMP or Zorro. It may also be your own JSON lines with
+sentence_good, sentence_bad, paradigm and phenomenon. Every head is scored: a masked LM (or
+generator) by pseudo-log-likelihood per word and per token, a discriminator by the probability that
+nothing was replaced.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def load(path: str):
     import torch
 
     from deberta_ds.cluster import dist
-    from deberta_ds.engine.gpus import count_gpus
+    from deberta_ds.cluster.launcher import count_gpus
     from deberta_ds.release.reader import load_backbone
 
     gpus = count_gpus()
@@ -63,9 +63,12 @@ def main() -> None:
     from deberta_ds.training.pairs import read_pairs, sample_pairs
 
     if (rank_variables(os.environ) | os.environ).get("WORLD_SIZE") != "1":  # None: MPI knows it
-        from deberta_ds.training.start import join
+        from deberta_ds.engine.engine import init_distributed
+        from deberta_ds.training.start import versions
 
-        join({f"--{name}": value for name, value in vars(options).items() if name != "local_rank"})
+        init_distributed()
+        dist.check_alike({"version of": versions()} | {
+            f"--{name}": value for name, value in vars(options).items() if name != "local_rank"})
     # Of a run in training there may be a newer checkpoint a moment later.
     place = dist.broadcast_object(dist.together(lambda: checkpoint_of(options.model)))
     pairs, model = dist.together(lambda: (read_pairs(options.data), load(place)))

@@ -2,8 +2,9 @@
 
     python launch/new.py --corpus shards --devices "4 x a100" --hours 24
 
-Takes the shipped recipe of the largest model for which a few epochs of the text, and the hours at
-the planner's speed, give enough tokens; changes what has to differ; prints the commands to run.
+It takes the shipped recipe of the largest model that gets enough tokens, from a few epochs of the
+text and within the hours. The planner says how fast that is. It changes what has to differ, and
+prints the commands to run.
 """
 
 import os

@@ -82,8 +82,8 @@ def main() -> None:
         f"{run.train.steps:,} steps; vocabulary of "
         f"{run.model.vocab_size:,} ({origins['model.vocab_size']})",
         f"{where}: {run.train.micro_batch_size} x "
-        f"{run.data.seq_len} tokens a GPU, {accumulation} micro-batches a step, "
-        f"{objective_of(run).flops_per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of "
+        f"{run.data.seq_len} tokens per GPU, {accumulation} micro-batches per step, "
+        f"{objective_of(run).flops_per_token(run) / 1e9:.3g} GFLOP per token, at an assumed MFU of "
         f"{mfu:.0%} ({'--mfu' if options.mfu else 'expected for this width and length'})",
         *["step, comm., tok/s and days are bounds: nothing that is sent hides behind computing"
           ] * (ranks > 1),
@@ -109,7 +109,7 @@ def exceptions(run) -> list[str]:
           f"{run.train.global_batch_size:,} sequences in {run.train.batch_warmup_steps:,} steps: "
           "the days are of all, the rest of a full one"] * (run.train.initial_batch_size > 0),
         *["frozen parts count as trained ones"] * bool(run.train.freeze),
-        *["muon: its products and sums are not in the times"] * (run.optim.name == "muon")]
+        *["muon: its matmuls and sums are not in the times"] * (run.optim.name == "muon")]
 
 
 def _sheet_number(text: str) -> float:

@@ -39,13 +39,15 @@ def main() -> None:
     given = parser.parse_args()
 
     from deberta_ds.cluster import dist
-    from deberta_ds.engine.engine import local_device
+    from deberta_ds.engine.engine import init_distributed
     from deberta_ds.finetuning.directory import Finetuned, find_finetuned, load_finetuned
     from deberta_ds.finetuning.predict_file import predict_file
     from deberta_ds.tasks.settings import check_truncation
-    from deberta_ds.training.start import join
+    from deberta_ds.training.start import versions
 
-    join({f"--{name}": value for name, value in vars(given).items() if name != "local_rank"})
+    device = init_distributed()
+    dist.check_alike({"version of": versions()} | {
+        f"--{name}": value for name, value in vars(given).items() if name != "local_rank"})
 
     def load() -> Finetuned:
         saved = load_finetuned(find_finetuned(given.model))
@@ -54,7 +56,7 @@ def main() -> None:
         check_truncation(saved.task, given.truncation)
         return replace(saved, settings=replace(saved.settings, truncation=given.truncation))
 
-    saved, device = dist.together(load), local_device()
+    saved = dist.together(load)
     if dist.is_main() and saved.failure:
         print(f"warning: the run that trained {given.model} failed: {saved.failure}",
               file=sys.stderr)

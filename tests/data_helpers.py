@@ -19,9 +19,9 @@ from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
-from deberta_ds.data.batch import Batch
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.masking import IGNORE, LONGEST_WORD, word_spans
+from deberta_ds.data.rows import Batch
 from deberta_ds.data.shards import (
     Manifest,
     ShardWriter,

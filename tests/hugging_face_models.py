@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.release import configs, names
 
 BASE = ModelConfig(vocab_size=300, hidden_size=48, num_layers=3, num_heads=4, intermediate_size=96,

@@ -19,7 +19,7 @@ from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.heads import TaskModel
 from deberta_ds.finetuning.models import Start, build_model
 from deberta_ds.finetuning.predict_file import predict_file
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import task_named

@@ -28,14 +28,14 @@ def main() -> None:
     scores = pair_scores.score_pairs(model, pairs).scores
     texts = [sentence for pair in pairs for sentence in (pair.good, pair.bad)]
     odds = scores["negative logits"] = negative_logits(model, texts).reshape(-1, 2)
-    for name in ("pll_word", "pll_piece"):
+    for name in ("pll_word", "pll_token"):
         scores[f"{name} - logits"] = scores[name] + odds
     summary = pair_scores.summarize(pair_scores.PairScores(scores, 0, 0.0), pairs)
     for name, score in summary.items():
         low, high = score["interval"]
         print(f"{name:<24} {score['accuracy']:.2%} ({low:.2%} to {high:.2%})")
     paradigms, generator = np.array([pair.paradigm for pair in pairs]), np.random.default_rng(0)
-    for name in ("pll_word", "pll_piece"):
+    for name in ("pll_word", "pll_token"):
         gain = outcomes(scores[f"{name} - logits"]) - outcomes(scores[name])
         of_paradigm = [gain[paradigms == one] for one in np.unique(paradigms)]
         draws = np.mean([generator.choice(values, (10_000, len(values))).mean(1)

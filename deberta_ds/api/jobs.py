@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
 from deberta_ds.base.numbers import counted
@@ -86,6 +87,7 @@ def train(run: str | Path, overrides: Mapping[str, Any] | None = None, *,
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train: call it from the main thread; others cannot listen to signals")
     meters.count_from_here()
+    user_code.forget()
     lines = [as_override(key, value) for key, value in (overrides or {}).items()]
     config, origins = run_config.load(run, lines, partial(shape.complete, resume=resume))
     values = ds_config.load(str(deepspeed_config))

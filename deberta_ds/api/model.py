@@ -116,7 +116,7 @@ class Model:
     def score(self, pairs: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
         """Return {scorer: fp64 [pairs, 2]} of pairs of sentences; higher is better.
 
-        Pseudo-log-likelihoods ("pll_word", "pll_piece") of a masked LM or a generator, sums and
+        Pseudo-log-likelihoods ("pll_word", "pll_token") of a masked LM or a generator, sums and
         means of log p(original) ("discriminator_sum", ...) of a discriminator
         (docs/how-to/evaluate.md).
 

@@ -28,6 +28,7 @@ EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same c
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
 _MOST_LISTED = 8
+MOST_PROBLEMS = 100  # that one error lists: 200,000 unknown keys took minutes
 
 _REMEDIES = {
     errno.ENOENT: "check the path",
@@ -46,7 +47,7 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "fix the symbolic link",
 }
-# How readers refuse a file that is cut short, altered or of another kind. ValueError covers JSON,
+# How readers reject a file that is cut short, altered or of another kind. ValueError covers JSON,
 # TOML, Unicode, NumPy, Arrow and pydantic; an OSError without a number is gzip's or Arrow's.
 _DAMAGE = (ValueError, EOFError, OSError, OverflowError, RecursionError)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -69,6 +70,21 @@ class UserError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """Return what a notebook shows: the message, which says what to do, and no traceback."""
         return [f"error: {self}"]
+
+
+class ConfigError(UserError):
+    """One or more problems in a run config or a DeepSpeed JSON."""
+
+    on_every_rank = True
+
+
+def raise_problems(place: str, problems: list[str]) -> None:
+    """Raise one ConfigError that lists every problem found in `place`; return if there is none."""
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        if len(problems) > MOST_PROBLEMS:
+            count = f"more than {MOST_PROBLEMS} problems"
+        raise ConfigError(f"{count} in {place}\n  " + "\n  ".join(problems))
 
 
 def user_message(error: BaseException) -> str | None:

@@ -1,6 +1,6 @@
 """JSON that somebody else may have written: one parser, which takes nothing for good that is not.
 
-Refused beyond what `json` refuses: a key that is written twice (Python would take the last one),
+Rejected beyond what `json` rejects: a key that is written twice (Python would take the last one),
 NaN and infinities (JSON has none), numbers that overflow, half characters, brackets without end.
 """
 
@@ -69,6 +69,17 @@ def typed(form: Any, values: Any) -> Any:
 def _adapter(form: Any) -> TypeAdapter:
     """Return what checks a form: it takes 5 ms to make, and a mixture opens many manifests."""
     return TypeAdapter(form)
+
+
+def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
+    """Return {"section.key": value} for nested tables; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict:

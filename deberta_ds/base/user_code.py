@@ -72,6 +72,12 @@ def load(key: str, value: str, takes: tuple[str, ...] = ()) -> Any:
     return found
 
 
+def forget() -> None:
+    """Load what is named from now on from its file again: a notebook's may have been edited."""
+    load.cache_clear()
+    _LOADED.clear()
+
+
 class OwnCodeError(UserError):
     """A function of the user's own has failed, or returned what it must not."""
 

@@ -32,7 +32,7 @@ def local_copy(source: str | Path) -> Path:
     name = str(source)
     if name.startswith(_HUB) or (_HUB_NAME.fullmatch(name) and not Path(name).parent.exists()):
         return _of_the_hub(name)
-    return _of_a_url(name.rstrip("/")) if remote.is_remote(name) else Path(source)
+    return _of_a_url(name.rstrip("/")) if "://" in name else Path(source)
 
 
 def _of_a_url(url: str) -> Path:

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from deberta_ds.base.errors import (
     EXIT_USER_ERROR,
+    ConfigError,
     UserError,
     interrupt,
     listed,
     tell,
     user_message,
 )
-from deberta_ds.config.options import ConfigError
+from deberta_ds.base.json_files import flatten
 
 _left_gloo = False
 
@@ -202,11 +203,13 @@ def has_gloo_threads() -> bool:
 
 
 def check_alike(values: dict[str, Any]) -> None:
-    """Raise ConfigError on every rank, with the differences, unless all ranks have `values`."""
+    """Raise ConfigError on every rank, with the differences, unless all ranks have `values`, which
+    may lie in tables.
+    """
     text = json.dumps(values, sort_keys=True, default=str)
     if len(set(gather_objects(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
-    mine, first = json.loads(text), json.loads(broadcast_object(text))
+    mine, first = (flatten(json.loads(one)) for one in (text, broadcast_object(text)))
     lines = [f"rank {rank()} on {socket.gethostname()}: {key} = {mine.get(key, 'not set')!r}, "
              f"on rank 0 {first.get(key, 'not set')!r}"
              for key in sorted(mine.keys() | first.keys()) if mine.get(key) != first.get(key)]

@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError, refuse_pipe
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import parse_json, typed
-from deberta_ds.cluster import dist, process
+from deberta_ds.cluster import dist
 
 NAME = "run.lock"
 BEAT = "run.beat"
@@ -49,10 +50,29 @@ class Holder:
 
 def this_process() -> Holder:
     """Return what a lock says of the process that holds it: this one."""
-    mine = process.look()
-    assert mine is not None  # it runs
-    return Holder(socket.gethostname(), process.machine(), mine.pid, mine.started,
+    started = started_at(os.getpid())
+    assert started is not None  # it runs
+    return Holder(socket.gethostname(), machine(), os.getpid(), started,
                   time.strftime("%Y-%m-%d %H:%M:%S"))
+
+
+@cache
+def machine() -> str:
+    """Return what a process id belongs to: this boot of this machine, and the namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def started_at(pid: int) -> int | None:
+    """Return when a process of this machine started, in clock ticks since the boot; None if it does
+    not run. Ids are used again, the pair is not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # names are cut in bytes
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(") ")[2].split()  # the name in front may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 @contextmanager
@@ -108,7 +128,7 @@ def check(out_dir: str | Path) -> None:
 def is_held(out_dir: str | Path) -> bool:
     """Return whether a job writes to `out_dir`; one of another machine is believed to live."""
     holder = _read(Path(out_dir) / NAME)
-    return holder is not None and (holder.machine != process.machine() or _lives_here(holder))
+    return holder is not None and (holder.machine != machine() or _lives_here(holder))
 
 
 def release(out_dir: str | Path) -> None:
@@ -162,7 +182,7 @@ def _see(path: Path, mine: Holder) -> None:
     One rank of each other host looks.
     """
     deadline = time.monotonic() + _SEEN_SECONDS
-    while dist.local_rank() == 0 and mine.machine != process.machine():
+    while dist.local_rank() == 0 and mine.machine != machine():
         with suppress(UserError):  # of a file system that has not recovered yet
             if _read(path) == mine:
                 return
@@ -222,7 +242,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _lives(holder: Holder, path: Path) -> bool:
-    if holder.machine == process.machine():
+    if holder.machine == machine():
         return _lives_here(holder)
     deadline = time.monotonic() + _BEATS * _BEAT_SECONDS + _SLACK_SECONDS
     before = _beat(path.with_name(BEAT), holder.job)
@@ -234,7 +254,7 @@ def _lives(holder: Holder, path: Path) -> bool:
 
 
 def _lives_here(holder: Holder) -> bool:
-    return process.Process(holder.pid, holder.started, 0, "").lives()
+    return started_at(holder.pid) == holder.started
 
 
 def _beat(path: Path, job: str) -> str:

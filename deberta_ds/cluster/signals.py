@@ -3,13 +3,14 @@
 SIGTERM is what schedulers and spot instances send before they take a machine, SIGUSR1 what Slurm
 can send ahead of a time limit, SIGINT is Ctrl-C, SIGHUP the end of a terminal. A second Ctrl-C ends
 the process at once. A rank whose launcher is gone asks as well: nobody would start it again, and
-nobody could stop it.
+nobody could stop it. DeepSpeed's ends on SIGTERM without a word to its ranks; any may be killed.
 
 The loop adds the request to the step's own collective, so that all ranks stop after the same step
 even if only one of them was told. Signals are read from a descriptor by a thread, because Python
 runs handlers in the main thread only, which may be waiting in a collective for ever.
 """
 
+import ctypes
 import multiprocessing
 import os
 import select
@@ -20,14 +21,84 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path, PurePath
+
+import psutil
 
 from deberta_ds.base.errors import EXIT_INTERRUPTED, tell
 from deberta_ds.base.files import write_atomic
-from deberta_ds.cluster.process import Launcher
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 1.0  # between two looks for the launcher
 _ECHO_SECONDS = 1.0  # a terminal and a launcher both pass on one Ctrl-C
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PROGRAMS = {"deepspeed", "ds", "torchrun", "torchrun_elastic.py", "mpirun", "mpiexec", "orterun",
+             "orted", "prterun", "prted", "mpiexec.hydra", "hydra_pmi_proxy", "slurmstepd"}
+_MODULES = {"deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run",
+            "torch.distributed.launch"}
+_SHELLS = {"sh", "bash", "dash", "zsh"}
+
+
+class Launcher:
+    """The processes between this one and the topmost launcher above it; none without a launcher.
+
+    What stands higher (a shell, a terminal, nohup) may end, and the run goes on.
+    """
+
+    def __init__(self):
+        ancestors = [(one, command_line(one.pid)) for one in psutil.Process().parents()]
+        launchers = [index for index, (_, words) in enumerate(ancestors) if is_launcher(words)
+                     or index == 0 and words[:1] and PurePath(words[0]).name == "timeout"]
+        top = launchers[-1] + 1 if launchers else 0
+        # pdsh has no process on this host but the ssh session, which has no terminal.
+        above = [index for index, (_, words) in enumerate(ancestors[top:], start=top)
+                 if words[:1] and PurePath(words[0]).name.lstrip("-") not in _SHELLS]
+        if launchers and above and ancestors[above[0]][1][0].endswith("@notty"):
+            top = above[0] + 1
+        self._watched = ancestors[:top]
+
+    def gone(self) -> str:
+        """Return the name and pid of a launcher process that has ended, or ""."""
+        for ancestor, words in self._watched:
+            if not _runs(ancestor):
+                return f"{_title(words)}, pid {ancestor.pid}"
+        return ""
+
+
+def is_launcher(words: list[str]) -> bool:
+    """Return whether a command line is that of a known launcher."""
+    if words[:1] and words[0].startswith("slurmstepd:"):
+        return True
+    programs = {PurePath(word).name for word in words[:1]}
+    if words[:1] and PurePath(words[0]).name.startswith("python"):
+        script = next((word for word in words[1:] if not word.startswith("-")), "")
+        programs.add(PurePath(script).name)
+    if "-m" in words[1:4]:
+        position = words.index("-m")
+        return len(words) > position + 1 and words[position + 1] in _MODULES
+    return not _PROGRAMS.isdisjoint(programs)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process still runs, and not another one under its number."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() not in (
+            psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the words of its command, [] if they cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+def _title(words: list[str]) -> str:
+    names = [PurePath(word).name for word in words]
+    known = [name for name in names[:4] if name in _PROGRAMS | _MODULES]
+    return (known or names or ["its parent"])[0]
 
 
 class StopRequest:
@@ -125,6 +196,11 @@ def handlers_kept() -> Iterator[None]:
             signal.signal(number, handler)
         if (own := signal.set_wakeup_fd(descriptor)) >= 0:
             os.close(own)
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the thread that started it ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def ignore() -> None:

@@ -105,6 +105,14 @@ class ModelConfig:
         return self.max_position if self.max_relative < 1 else self.max_relative
 
 
+def decoder_problems(layers: int, config: ModelConfig, key: str) -> list[str]:
+    """Return what is wrong with a masked LM of `layers` too few for the enhanced mask decoder."""
+    if layers >= 2 or config.absolute_input:
+        return []
+    return [f"{key} gives {layers} layer; the enhanced mask decoder needs at least 2: write {key} "
+            "= 2"]
+
+
 def without_unused(config: ModelConfig) -> ModelConfig:
     """Return a configuration without position terms and norm where nothing is relative."""
     if config.relative_attention:

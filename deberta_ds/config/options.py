@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails, core_schema
 
 from deberta_ds.base import user_code
 from deberta_ds.base.command_line import as_typed, columns, fill
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import MOST_PROBLEMS, ConfigError, raise_problems
 from deberta_ds.base.user_code import is_own
 
 # Of every config class: numbers are finite, types are exact, unknown keys are errors.
@@ -173,24 +173,6 @@ def shown_default(option: Option) -> str:
     return json.dumps(value)
 
 
-_MOST_PROBLEMS = 100  # that one error lists: 200,000 unknown keys took minutes
-
-
-class ConfigError(UserError):
-    """One or more problems in a run config or a DeepSpeed JSON."""
-
-    on_every_rank = True
-
-
-def raise_problems(place: str, problems: list[str]) -> None:
-    """Raise one ConfigError that lists every problem found in `place`; return if there is none."""
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        if len(problems) > _MOST_PROBLEMS:
-            count = f"more than {_MOST_PROBLEMS} problems"
-        raise ConfigError(f"{count} in {place}\n  " + "\n  ".join(problems))
-
-
 def validate(cls: type, values: dict, place: str) -> Any:
     """Return the `cls` of `values`; raises ConfigError with every problem found in `place`."""
     try:
@@ -228,9 +210,9 @@ def _problems(error: ValidationError, cls: type) -> list[str]:
     items = error.errors()
     places = [item["loc"] for item in items]
     # A list with a bad entry is also called too short: its entry says why.
-    return [_problem(item, cls) for item in items[:_MOST_PROBLEMS] if item["type"] != "too_short"
+    return [_problem(item, cls) for item in items[:MOST_PROBLEMS] if item["type"] != "too_short"
             or not any(item["loc"] == deeper[:len(item["loc"])] != deeper for deeper in places)
-            ] + [f"{len(items) - _MOST_PROBLEMS:,} more"] * (len(items) > _MOST_PROBLEMS)
+            ] + [f"{len(items) - MOST_PROBLEMS:,} more"] * (len(items) > MOST_PROBLEMS)
 
 
 def _problem(item: ErrorDetails, cls: type) -> str:

@@ -17,11 +17,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line
+from deberta_ds.base.errors import ConfigError
+from deberta_ds.base.json_files import flatten
 from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
 from deberta_ds.config.objective import ObjectiveConfig, mask_defaults
 from deberta_ds.config.options import (
     STRICT,
-    ConfigError,
     OneOfOrOwn,
     Option,
     check_names,
@@ -30,7 +31,7 @@ from deberta_ds.config.options import (
     options_of,
     validate,
 )
-from deberta_ds.config.toml_files import apply_built, flatten, read_with_overrides
+from deberta_ds.config.toml_files import apply_built, read_with_overrides
 
 Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of a run file
 _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
@@ -385,7 +386,7 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
                               f"unknown{nearest(str(name), MODELS)}; one of {', '.join(MODELS)}")
         _merge_under(model, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
-    if not isinstance(objective, dict):  # missing, or what `validate` refuses
+    if not isinstance(objective, dict):  # missing, or what `validate` rejects
         return
     if isinstance(kind := objective.get("kind"), str):
         mask = objective.setdefault("mask", {})

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.base import command_line
-from deberta_ds.base.command_line import fill
-from deberta_ds.base.errors import UserError, looked_in, refuse_pipe
-from deberta_ds.base.json_files import read_json, typed
-from deberta_ds.config.options import ConfigError
+from deberta_ds.base.errors import ConfigError, UserError, looked_in, refuse_pipe
+from deberta_ds.base.json_files import flatten, read_json, typed
 
 BUILT = "corpus.json"
 
@@ -109,33 +107,6 @@ def set_value(values: dict, key: str, value: Any) -> None:
             raise ConfigError(f"--{key}: {section} is a value, not a section; write it as a "
                               "table, [section]")
     values[last] = value
-
-
-def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
-    """Return {"section.key": value} for nested values; lists stay whole."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def non_default_texts(values: dict, origins: dict[str, str], top: str) -> list[str]:
-    """Return a text for each origin of values that are no defaults: a paragraph per section. `top`
-    names what lies in no section.
-    """
-    flat, groups = flatten(values), dict[str, dict[str, list[str]]]()
-    for key, origin in origins.items():
-        if key in flat and origin != "default":
-            section, _, name = key.rpartition(".")
-            pair = f"{name} = {json.dumps(flat[key], ensure_ascii=False)}"
-            groups.setdefault(origin, {}).setdefault(section or top, []).append(
-                pair.replace(" ", "\0") if len(pair) < 53 else pair)  # what fits in a line is kept
-    return ["\n".join([f"set by {origin}:", *(
-        fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, hanging=26).replace("\0", " ")
-        for section, pairs in sections.items())]) for origin, sections in groups.items()]
 
 
 @dataclass(frozen=True)

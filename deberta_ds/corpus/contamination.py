@@ -38,7 +38,7 @@ from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.files.tables import TABLE_KINDS, read_table, text_lines
-from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, WORD, BadTextError, normalise
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, WORD, BadTextError, normalize
 
 SHORTEST = 8  # words: shorter strings are everywhere
 MANY = 10  # examples
@@ -124,7 +124,7 @@ def gram_hashes(words: list[str], lengths: Iterable[int]) -> Iterator[np.ndarray
 
 
 def words_of(text: str) -> list[str]:
-    """Return the lower-cased words of a normalised text, without punctuation."""
+    """Return the lower-cased words of a normalized text, without punctuation."""
     return WORD.findall(text.lower())
 
 
@@ -190,7 +190,7 @@ def _save_grams(out: Path, kinds: dict[str, str], count: int
 def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]]:
     for text in texts:
         with suppress(BadTextError):  # no document has a lone surrogate
-            text = normalise(text)
+            text = normalize(text)
         words = words_of(text)
         if len(words) >= SHORTEST:
             length = min(count, len(words))
@@ -234,7 +234,7 @@ def _batches(source: Iterable[Document]
     for document in source:
         firsts.append(len(words))
         with suppress(BadTextError):
-            words += words_of(normalise(document.text))
+            words += words_of(normalize(document.text))
         words.append(_END)
         documents.append(document._replace(text=""))
         if len(words) >= _BATCH_WORDS:

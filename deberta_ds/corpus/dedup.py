@@ -1,7 +1,7 @@
 """Find duplicate documents out of core: exact ones by hash, near ones by their 5-grams.
 
 Stage "hash": each work unit writes tables of at most PART_DOCUMENTS documents: 128-bit hashes of
-the normalised texts, sorted; for near duplicates also signatures, sketches and band keys. Stage
+the normalized texts, sorted; for near duplicates also signatures, sketches and band keys. Stage
 "exact": each range of hashes is read from every table, and of each group of equal hashes all but
 the first document, in input order, are duplicates. Stage "near" does the same with band keys, and
 compares the documents of a group. Memory is one part or one bucket, however many documents are
@@ -37,7 +37,7 @@ from deberta_ds.corpus.identity import Part, digest_of, extents_of, identified
 from deberta_ds.corpus.units import job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
-from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, UNSPACED, BadTextError, normalise
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, UNSPACED, BadTextError, normalize
 
 # Near duplicates: which pairs of documents are looked at, and how similar they are.
 #
@@ -218,7 +218,7 @@ def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands:
     for document in read_counted(unit, read, counts):
         text = ""
         with suppress(BadTextError):  # tokenize_corpus will complain, as of an unreadable document
-            text = normalise(document.text)
+            text = normalize(document.text)
         if not text:
             continue
         digest = xxhash.xxh3_128_intdigest(text.encode())

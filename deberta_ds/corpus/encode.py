@@ -23,8 +23,8 @@ from deberta_ds.tokenizer.text import (
     encodable_parts,
     has_text,
     letter_share,
-    normalise,
-    normalise_all,
+    normalize,
+    normalize_all,
 )
 
 _CONTEXT = 256  # characters behind a seam by which ids before it may still change
@@ -49,7 +49,7 @@ def encode_joined(tokenizer: Tokenizer, texts: list[str]
 def token_count(tokenizer: Tokenizer, text: str) -> int:
     """Return how many tokens a text has as it was read; 0 if it cannot be encoded."""
     with suppress(BadTextError):
-        return len(encode_joined(tokenizer, [text if tokenizer.normalizes_itself else normalise(
+        return len(encode_joined(tokenizer, [text if tokenizer.normalizes_itself else normalize(
             text)])[0])
     return 0
 
@@ -149,14 +149,14 @@ class Cleaner:
     """Looks at the documents of one unit. `counts` and `problems`: what it met."""
 
     def __init__(self, clean: CleanOptions, is_read: bool):
-        """`is_read`: somebody reads the normalised text; else it is not made."""
+        """`is_read`: somebody reads the normalized text; else it is not made."""
         self._clean, self._is_read = clean, is_read
         self._takes_all = clean.min_characters <= 1 and not clean.min_letter_share
         self.counts = dict.fromkeys(COUNTS, 0)
         self.problems: list[str] = []
 
     def texts(self, documents: list[Document]) -> list[str]:
-        """Return the normalised text of each document (the raw one where nobody reads it), or ""
+        """Return the normalized text of each document (the raw one where nobody reads it), or ""
         (and count why) for those that are left out; UserError where too many are bad.
         """
         if not any([document.problem for document in documents]):
@@ -168,7 +168,7 @@ class Cleaner:
 
     def _looked_at(self, texts: list[str]) -> tuple[list[str], int]:
         if self._is_read:
-            return normalise_all(texts)
+            return normalize_all(texts)
         return [text if has_text(text) else "" for text in texts], 0
 
     def _one(self, document: Document) -> str:

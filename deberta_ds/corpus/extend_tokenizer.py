@@ -23,7 +23,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.train_tokenizer import SCORE_UNIT, check_directory
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.files import NAMES, SPM, find_files, read_settings
-from deberta_ds.tokenizer.kinds import add_tokens, piece_kind
+from deberta_ds.tokenizer.kinds import add_tokens, subword_kind
 from deberta_ds.tokenizer.publish import publish, special_token
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tokenizer.spm import check_settings
@@ -46,7 +46,7 @@ def extend_tokenizer(path: str | Path, out: str | Path, symbols: list[str], lear
     settings = read_settings(files)
     if SPM in files and settings["added_tokens"]:  # with which the model is not read
         bare = {name: files[name] for name in (SPM, NAMES) if name in files}
-        old = Tokenizer.of_files(bare, path)
+        old = Tokenizer(path, bare)
         check_settings(settings | {"added_tokens": {}}, old.subwords(range(old.size)),
                        dict(old.special_ids), files[SPM].path)
     else:
@@ -97,7 +97,7 @@ def _learned(tokenizer: Tokenizer, specification: dict, words: Counter[str], cou
         itertools.chain.from_iterable(itertools.repeat(run, times) for run, times in runs.items()),
         trainers.BpeTrainer(vocab_size=len(codes) + 2 * count + 100, initial_alphabet=codes,
                             show_progress=False))
-    _, prefix = piece_kind(specification, tokenizer.path)
+    _, prefix = subword_kind(specification, tokenizer.path)
     merges: Merges = []
     new: list[str] = []
     for pair in json.loads(merger.to_str())["model"]["merges"]:

@@ -11,9 +11,9 @@ from typing import Literal, get_args
 
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.base.errors import UserError, of_extra
+from deberta_ds.base.errors import ConfigError, UserError, of_extra
 from deberta_ds.base.user_code import is_own, split
-from deberta_ds.config.options import STRICT, ConfigError, option, validate
+from deberta_ds.config.options import STRICT, option, validate
 from deberta_ds.config.toml_files import read_toml
 
 Rule = Literal["language", "lines", "c4", "gopher", "repetition", "fineweb", "personal"]

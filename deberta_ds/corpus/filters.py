@@ -1,6 +1,6 @@
 """Filters between reading and tokenizing: which documents go, why, and what is changed in the rest.
 
-Each document passes the rules of `filter_rules.FilterRules` in their order; the first that refuses
+Each document passes the rules of `filter_rules.FilterRules` in their order; the first that rejects
 it names the reason. Rules see the raw text, with its lines. What a corpus lost is counted by reason
 and kept in filters.json, with a sample of the documents: those with the smallest hashes of their
 texts, so that it does not depend on the number of workers.

@@ -2,7 +2,7 @@
 
 They are named by input file and place in it (byte offset or row), with the states of the inputs and
 the options that divide them into documents, so any subset of the inputs can be tokenized, in any
-units, and findings of other documents are refused.
+units, and findings of other documents are rejected.
 """
 
 import json
@@ -19,9 +19,9 @@ from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.identity import check_unchanged
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.data.corpus import check_file, map_array
-from deberta_ds.data.shards import MANIFEST, read_checked, save_array
-from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
+from deberta_ds.data.corpus import map_array
+from deberta_ds.data.shards import MANIFEST, check_file, read_checked, save_array
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, TO_UTF8
 
 FINDINGS_VERSION = 4
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
@@ -105,7 +105,8 @@ def check_any_read(counts: list[dict]) -> None:
     documents, unreadable = (sum(one[key] for one in counts) for key in ("documents", "unreadable"))
     if documents == unreadable > 0:
         problem = next(one["problem"] for one in counts if one["problem"])
-        raise UserError(f"none of {documents:,} documents can be read; {problem}")
+        remedy = f"; {TO_UTF8}" * ("invalid UTF-8" in problem)
+        raise UserError(f"none of {documents:,} documents can be read; {problem}{remedy}")
 
 
 def number_of(extents: Iterable[Extent]) -> dict[str, int]:

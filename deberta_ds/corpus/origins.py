@@ -24,8 +24,7 @@ import pyarrow.parquet as pq
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.files import atomic_path, write_atomic, xxh3
 from deberta_ds.corpus.documents import Document
-from deberta_ds.data.corpus import check_file
-from deberta_ds.data.shards import MANIFEST, read_checked
+from deberta_ds.data.shards import MANIFEST, check_file, read_checked
 
 DIRECTORY = "documents"
 _SCHEMA = pa.schema([("source", pa.string()), ("place", pa.int64()), ("id", pa.string()),

@@ -2,7 +2,7 @@
 
 A command that writes to a URL works in a directory of the cache that belongs to this URL alone, and
 copies it there when it has finished, manifests last. What is at the URL already comes first: so a
-finished job is known, another one is refused, and pack.py adds to a corpus. After an interruption
+finished job is known, another one is rejected, and pack.py adds to a corpus. After an interruption
 the same command goes on from the local directory, which may be removed once the copy is complete.
 """
 
@@ -31,7 +31,7 @@ def output(out: str, *, cache: str = CACHE, first: tuple[str, ...] = ("*",), par
     `first`: patterns of the files that are fetched from the URL before. UserError for jobs that
     share a directory.
     """
-    if not remote.is_remote(out):
+    if "://" not in out:
         yield out
         return
     if part or under_mpi():

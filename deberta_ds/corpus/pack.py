@@ -86,12 +86,12 @@ def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: 
     tokens, ends = open_shard(corpus, shard)
     plan = plan_rows(ends, tokens, word_starts, seq_len)
     files = plan_files_of(rows_directory(corpus, seq_len), shard.name)
-    pieces_path, starts_path = map(Path, files)
-    save_array(pieces_path, plan.pieces)
+    segments_path, starts_path = map(Path, files)
+    save_array(segments_path, plan.segments)
     save_array(starts_path, plan.starts)
-    return {"name": shard.name, "rows": len(plan.starts) - 1, "pieces": len(plan.pieces),
-            "tokens": int(plan.pieces[:, 1].sum(dtype=np.int64)),
-            "bytes": pieces_path.stat().st_size, "xxh3": xxh3(pieces_path),
+    return {"name": shard.name, "rows": len(plan.starts) - 1, "pieces": len(plan.segments),
+            "tokens": int(plan.segments[:, 1].sum(dtype=np.int64)),
+            "bytes": segments_path.stat().st_size, "xxh3": xxh3(segments_path),
             "starts_bytes": starts_path.stat().st_size, "starts_xxh3": xxh3(starts_path),
             "hard_cuts": int(plan.hard_cuts)}
 
@@ -113,6 +113,6 @@ def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> li
             corpus.check_tokenizer(tokenizer_sha256)
         files = corpus.verify(mode)
         lines.append(f"{path}/rows-{seq_len}: {files:,} files agree ({mode}), "
-                     f"{corpus.num_rows:,} rows, content hash {corpus.content_hash[:16]}")
+                     f"{corpus.num_rows:,} sequences, content hash {corpus.content_hash[:16]}")
     files = Origins(path).verify(mode)
     return [f"{path}/{DIRECTORY}: {files:,} files agree ({mode})", *lines]

@@ -239,7 +239,7 @@ def _json_document(
 
 
 def _parse_again(line: bytes):
-    """Return the value of what orjson refuses."""
+    """Return the value of what orjson rejects."""
     if not line.strip():
         return _EMPTY_LINE
     return json.loads(line.decode())  # knows NaN, which Python writes, and names the fault

@@ -12,8 +12,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line, user_code
+from deberta_ds.base.json_files import flatten
 from deberta_ds.config.options import STRICT, option, validate
-from deberta_ds.config.toml_files import flatten, read_with_overrides
+from deberta_ds.config.toml_files import read_with_overrides
 from deberta_ds.corpus.documents import ReadOptions
 
 READING = [field.name for field in dataclasses.fields(ReadOptions)]
@@ -87,7 +88,7 @@ class TokenizerRecipe:
                                        0.9995, ge=0, le=1)
     threads: int = option("threads of unigram training; the model depends on their number", 2, ge=1,
                           le=1024)
-    add_tokens: str = option("file of symbols, one a line, each a token wherever it stands", "")
+    add_tokens: str = option("file of symbols, one per line, each a token wherever it stands", "")
     normalization: Literal["", "nfkc"] = option(
         "nfkc in place of nfc: full-width letters, ligatures and the like become plain ones", "")
     lower_case: bool = option("all letters become lower case", False)

@@ -16,10 +16,9 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.corpus.units import job, run_units
-from deberta_ds.data.batch import collate
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.replaced import ReplacedManifest, write_replaced_manifest, write_shard
-from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.rows import RowDataset, collate
 from deberta_ds.data.shards import MANIFEST, token_dtype
 from deberta_ds.objectives.rtd import replace_targets
 from deberta_ds.release.reader import LoadedModel, load_backbone

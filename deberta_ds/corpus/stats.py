@@ -20,7 +20,7 @@ _MANY_BYTES = 0.02
 @dataclass(frozen=True)
 class CorpusStats:
     """Figures of one corpus. `lengths` counts documents of 2**i .. 2**(i+1) - 1 tokens;
-    `frequencies` counts each id; `plans` is (seq_len, rows, fill, pieces per row, hard cuts).
+    `frequencies` counts each id; `plans` is (seq_len, rows, fill, segments per row, hard cuts).
     """
 
     path: str
@@ -49,10 +49,10 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
     for seq_len in planned_lengths(path):
         plan, _ = read_rows_manifest(rows_directory(path, seq_len))
         rows = sum(shard.rows for shard in plan.shards)
-        pieces = sum(shard.pieces for shard in plan.shards)
-        used = sum(shard.tokens for shard in plan.shards) + 2 * pieces
+        segments = sum(shard.pieces for shard in plan.shards)
+        used = sum(shard.tokens for shard in plan.shards) + 2 * segments
         fill = used / max(1, rows * plan.seq_len)
-        plans.append((plan.seq_len, rows, fill, pieces / max(1, rows), plan.hard_cuts))
+        plans.append((plan.seq_len, rows, fill, segments / max(1, rows), plan.hard_cuts))
     starts = int(frequencies[tokenizer.stored_word_starts()].sum())
     frequencies = frequencies.reshape(2, -1).sum(0)
     return CorpusStats(str(path), manifest, lengths, frequencies, plans, longest, starts)
@@ -63,22 +63,22 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
     counts = stats.manifest.counts
     documents, tokens = counts["documents"], counts["tokens"]
     lines = [stats.path, f"  documents   {documents:>15,}   longest {stats.longest:,} tokens",
-             f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} a document, "
-             f"{tokens / max(1, stats.word_starts):.2f} a word",
+             f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} per document, "
+             f"{tokens / max(1, stats.word_starts):.2f} per word",
              f"  characters  {counts['characters']:>15,}   "
-             f"{counts['characters'] / max(1, tokens):.2f} a token"]
+             f"{counts['characters'] / max(1, tokens):.2f} per token"]
     lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
     if listed := left_out(counts):
         lines.append(f"  left out    {listed}")
-    for seq_len, rows, fill, pieces, hard_cuts in stats.plans:
+    for seq_len, rows, fill, segments, hard_cuts in stats.plans:
         lines.append(f"  rows-{seq_len:<6} {rows:>15,}   {fill:.2%} full, "
-                     f"{pieces:.2f} document segments each, {hard_cuts:,} cuts inside a word")
+                     f"{segments:.2f} document segments each, {hard_cuts:,} cuts inside a word")
     if set(stats.manifest.labels) - {""}:
-        lines += ["", "  label        documents         tokens   share  characters a token"]
+        lines += ["", "  label        documents         tokens   share  characters per token"]
         for label, (docs, characters, label_tokens) in stats.manifest.labels.items():
             lines.append(f"  {label or '(none)':<10} {docs:>11,} {label_tokens:>14,}  "
                          f"{label_tokens / max(1, tokens):6.2%}  {characters / label_tokens:>6.2f}")
-    lines += ["", "  tokens a document        documents"]
+    lines += ["", "  tokens per document      documents"]
     largest = max(1, int(stats.lengths.max()))
     for power in range(int(np.flatnonzero(stats.lengths).max(initial=0)) + 1):
         count = int(stats.lengths[power])

@@ -31,7 +31,7 @@ from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.units import FORK
 from deberta_ds.data.mixture import temperature_weights
-from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer, normalization
+from deberta_ds.tokenizer import MASK_TOKEN, SPACE_MARK, SPECIAL_TOKENS, Tokenizer, normalization
 from deberta_ds.tokenizer.files import FORMS, JSON, OTHER_MODELS, SPM
 from deberta_ds.tokenizer.normalization import normalizer_tsv
 from deberta_ds.tokenizer.publish import publish, special_token
@@ -52,7 +52,7 @@ Languages = dict[str, tuple[int, float]]  # {label: (characters there, character
 def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions,
                  languages: Languages | None = None, max_bad: int = 0, *, is_raw: bool = False
                  ) -> Iterator[str]:
-    """Yield about `sample_bytes` of normalised (`is_raw`: unchanged) text: evenly from the start of
+    """Yield about `sample_bytes` of normalized (`is_raw`: unchanged) text: evenly from the start of
     every unit, or what `languages` says. UserError if there is none, or for more than `max_bad`
     unreadable documents; others are named on stderr.
     """
@@ -211,7 +211,7 @@ def _train_unigram(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, sy
     """Write the model to `out` and return it: byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (tokenizer/normalization.py), next to which
-    it keeps case and width; decoding gives normalised text back. Scores are rounded (`_finished`).
+    it keeps case and width; decoding gives normalized text back. Scores are rounded (`_finished`).
     """
     for symbol in symbols:  # found before the normalizer here, behind it in an export
         plain = unicodedata.normalize("NFKC" if wanted.normalization else "NFC", symbol)
@@ -321,7 +321,7 @@ def _train_fast(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, symbo
         alphabet = _alphabet(texts, wanted.character_coverage) + [SPACE_MARK] * (kind == "bpe")
         trainer.initial_alphabet, trainer.limit_alphabet = alphabet, len(alphabet)
     if kind == "wordpiece":  # else their ids come in an order that differs from run to run
-        trainer.special_tokens = [*SPECIAL_PIECES, *(f"##{character}" for character in alphabet)]
+        trainer.special_tokens = [*SPECIAL_TOKENS, *(f"##{character}" for character in alphabet)]
     with still_at_work(lambda: f"training {pieces:,} subwords"):
         fast.train_from_iterator(texts, trainer)
     made = fast.get_vocab_size()
@@ -331,8 +331,8 @@ def _train_fast(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, symbo
         raise UserError(f"`tokenizers` makes {made:,} of {pieces:,} subwords from this sample; ask "
                         f"for {remedy}")
     parts = json.loads(fast.to_str())
-    parts["added_tokens"] = parts["added_tokens"][:len(SPECIAL_PIECES)]  # bytes are pieces
-    parts["added_tokens"].append(special_token(MASK_PIECE, pieces, is_mask=True))
+    parts["added_tokens"] = parts["added_tokens"][:len(SPECIAL_TOKENS)]  # bytes are pieces
+    parts["added_tokens"].append(special_token(MASK_TOKEN, pieces, is_mask=True))
     parts["added_tokens"] += [special_token(symbol, number, False) | {"special": False}
                               for number, symbol in enumerate(symbols, pieces + 1)]
     return publish(parts, {}, out)
@@ -349,7 +349,7 @@ def _untrained(wanted: TokenizerRecipe):
     rules += [normalizers.Lowercase()] if wanted.lower_case else []
     options: dict[str, Any] = {"vocab_size": wanted.vocab_size,
                                "show_progress": sys.stderr.isatty(),
-                               "special_tokens": list(SPECIAL_PIECES)}
+                               "special_tokens": list(SPECIAL_TOKENS)}
     if wanted.kind == "wordpiece":
         fast = tokenizers.Tokenizer(models.WordPiece(
             unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))

@@ -30,7 +30,7 @@ from typing import Any
 from deberta_ds.base.errors import UserError, listed, naming, still_at_work, tell
 from deberta_ds.base.files import read_file, write_atomic
 from deberta_ds.base.json_files import read_json
-from deberta_ds.cluster import process
+from deberta_ds.cluster import signals
 from deberta_ds.corpus.identity import RECORDS, Part, Units, digest_of, inputs_of, read_inputs
 
 PLAN = ".job.json"
@@ -315,6 +315,6 @@ def under_mpi() -> bool:
 
 def _die_with_parent(parent: int) -> None:
     """Ask Linux to kill this worker when its parent dies: kill -9 leaves no orphans."""
-    process.end_with_parent()
+    signals.end_with_parent()
     if os.getppid() != parent:  # it died before
         os._exit(1)

@@ -5,7 +5,6 @@ data. A row is read with a few small reads at known places, so that a failing or
 clear error.
 """
 
-import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from deberta_ds.base.errors import UserError, naming, refuse_pipe
-from deberta_ds.base.files import xxh3
+from deberta_ds.base.errors import UserError, naming
 from deberta_ds.data.reading import SmallFiles, read_bytes
 from deberta_ds.data.remote import RemoteCorpus
 from deberta_ds.data.shards import (
@@ -22,6 +20,7 @@ from deberta_ds.data.shards import (
     MANIFEST,
     RowShardInfo,
     ShardInfo,
+    check_file,
     files_of,
     plan_files_of,
     planned_lengths,
@@ -29,9 +28,9 @@ from deberta_ds.data.shards import (
     read_rows_manifest,
     rows_directory,
 )
-from deberta_ds.files.remote import DEFAULT_CACHE, Cache, is_remote
+from deberta_ds.files.remote import DEFAULT_CACHE, Cache
 
-_APART_ROWS = 4  # pieces that lie within so many rows of tokens are read at once
+_APART_ROWS = 4  # segments that lie within so many rows of tokens are read at once
 
 
 class Corpus:
@@ -50,14 +49,13 @@ class Corpus:
         their names, so that each is a sample of all inputs. `path` may be a URL where
         data_prep/upload.py has put the corpus.
         """
-        self._remote = RemoteCorpus(str(path), cache) if is_remote(path) else None
+        self._remote = RemoteCorpus(str(path), cache) if "://" in str(path) else None
         self.path = self._remote.directory if self._remote else Path(path)
         self._read = self._remote.read if self._remote else read_bytes
         self._plans = SmallFiles(self._read)
         self.seq_len = seq_len
-        self._rows_path = rows_path = rows_directory(self.path, seq_len)
         try:
-            self._read_manifests(rows_path)
+            self._read_manifests()
         except UserError as error:
             if self._remote is None:
                 raise
@@ -71,10 +69,12 @@ class Corpus:
         self._cumulative = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_rows = int(self._cumulative[-1])
         if self.num_rows == 0:
-            raise UserError(f"{rows_path}: the corpus has no sequences; prepare it from more text")
+            raise UserError(f"{self._rows_path}: the corpus has no sequences; prepare it from more "
+                            "text")
         self._dtype = np.dtype(self.manifest.dtype)
 
-    def _read_manifests(self, rows_path: Path) -> None:
+    def _read_manifests(self) -> None:
+        self._rows_path = rows_path = rows_directory(self.path, self.seq_len)
         self.manifest, self.corpus_content_hash = read_manifest(self.path)
         if self._remote:
             self._remote.fetch(f"{rows_path.name}/{MANIFEST}")
@@ -119,7 +119,7 @@ class Corpus:
             for path, size, digest, remedy in (
                 (paths.tokens, shard.bytes, shard.xxh3, fetch),
                 (paths.ends, shard.ends_bytes, shard.ends_xxh3, fetch),
-                (paths.pieces, rows.bytes, rows.xxh3, remake),
+                (paths.segments, rows.bytes, rows.xxh3, remake),
                 (paths.starts, rows.starts_bytes, rows.starts_xxh3, remake)):
                 check_file(path, size, digest if mode == "full" else None, remedy)
             if mode == "full":
@@ -127,16 +127,16 @@ class Corpus:
         return 4 * len(range(rank, len(self._shards), world_size))
 
     def _check_rows(self, number: int) -> None:
-        """UserError naming the first row of a shard that `row` would refuse."""
+        """UserError naming the first row of a shard that `row` would reject."""
         shard, rows = self._shards[number]
         paths = self._paths(number)
-        pieces, starts = map_array(paths.pieces), map_array(paths.starts).astype(np.int64)
-        if pieces.shape != (rows.pieces, 2) or starts.shape != (rows.rows + 1,):
-            raise UserError(f"{paths.pieces}: {pieces.shape} segments, {starts.shape} sequences: "
-                            f"not what the manifest says; {self._remake()}")
+        segments, starts = map_array(paths.segments), map_array(paths.starts).astype(np.int64)
+        if segments.shape != (rows.pieces, 2) or starts.shape != (rows.rows + 1,):
+            raise UserError(f"{paths.segments}: {segments.shape} segments, {starts.shape} sequences"
+                            f": not what the manifest says; {self._remake()}")
         bad = (starts[1:] <= starts[:-1]) | (starts[1:] > rows.pieces)
         if not bad.any():
-            begin, length = pieces[:, 0].astype(np.int64), pieces[:, 1].astype(np.int64)
+            begin, length = segments[:, 0].astype(np.int64), segments[:, 1].astype(np.int64)
             outside = (length < 1) | (begin + length > shard.tokens)
             sizes = np.add.reduceat(length + FRAME_TOKENS, starts[:-1]) if rows.rows else length
             bad = np.add.reduceat(outside, starts[:-1]) if rows.rows else outside
@@ -145,15 +145,15 @@ class Corpus:
             raise self._bad_row(number, int(bad.argmax()))
 
     def row(self, index: int) -> list[np.ndarray]:
-        """Return the pieces of row `index`: ids without special tokens, in order; UserError as of
+        """Return the segments of row `index`: ids without special tokens, in order; UserError as of
         `stored_row`.
         """
-        pieces = self.stored_row(index)
+        segments = self.stored_row(index)
         size = self.manifest.vocab_size
-        return [piece % size for piece in pieces] if self.manifest.words else pieces
+        return [segment % size for segment in segments] if self.manifest.words else segments
 
     def stored_row(self, index: int) -> list[np.ndarray]:
-        """Return the pieces of row `index` as the shard holds them (shards.py).
+        """Return the segments of row `index` as the shard holds them (shards.py).
 
         UserError if the plan leads outside of the shard or gives more than a row holds.
         """
@@ -168,7 +168,7 @@ class Corpus:
             raise self._bad_row(number, local)
         header = rows.bytes - 8 * rows.pieces
         numbers = struct.unpack_from(f"<{2 * count}I", *self._plans.part(
-            paths.pieces, rows.bytes, header + 8 * first, 8 * count))
+            paths.segments, rows.bytes, header + 8 * first, 8 * count))
         begins, lengths = numbers[::2], numbers[1::2]
         ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
         if (min(lengths) < 1 or sum(lengths) + FRAME_TOKENS * count > self.seq_len
@@ -190,14 +190,14 @@ class Corpus:
     def _find(self, index: int) -> tuple[int, int]:
         """Return (shard number, row in it) of row `index`."""
         if not (0 <= index < self.num_rows):
-            raise IndexError(f"row {index} is outside the {self.num_rows} rows of {self.path}")
+            raise IndexError(f"{self.path}: no sequence {index} in its {self.num_rows}")
         number = int(self._cumulative.searchsorted(index, side="right")) - 1
         return number, index - int(self._cumulative[number])
 
     def _bad_row(self, number: int, local: int) -> UserError:
-        return UserError(f"{self._paths(number).pieces}: sequence {local} of this plan is outside "
-                         f"its shard or has over {self.seq_len} tokens; the plan is damaged: "
-                         f"{self._remake()}")
+        return UserError(f"{self._paths(number).segments}: sequence {local} of this plan is "
+                         f"outside its shard or has over {self.seq_len} tokens; the plan is "
+                         f"damaged: {self._remake()}")
 
     def _remake(self) -> str:
         return f"remove {self._rows_path} and run {self._pack()}"
@@ -222,23 +222,23 @@ class Corpus:
             self._shards, self._cumulative[:-1], self._cumulative[1:], strict=True)}
 
     def documents_of(self, index: int) -> tuple[str, list[int]]:
-        """Return (shard, its documents that row `index` holds pieces of, in the row's order)."""
+        """Return (shard, its documents that row `index` holds segments of, in the row's order)."""
         number, local = self._find(index)
         paths = self._paths(number)
         first, last = map_array(paths.starts)[local : local + 2].tolist()
-        begins = map_array(paths.pieces)[first:last, 0].astype(np.int64)
+        begins = map_array(paths.segments)[first:last, 0].astype(np.int64)
         found = map_array(paths.ends).searchsorted(begins, side="right")
         return self._shards[number][0].name, found.tolist()
 
     def rows_of(self, shard: str, document: int) -> list[int]:
-        """Return the rows that hold pieces of a document of a shard."""
+        """Return the rows that hold segments of a document of a shard."""
         number = [info.name for info, _ in self._shards].index(shard)
         paths = self._paths(number)
         ends = map_array(paths.ends)
         begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
-        starts = map_array(paths.pieces)[:, 0]
-        pieces = np.flatnonzero((starts >= begin) & (starts < end))
-        rows = map_array(paths.starts).searchsorted(pieces, side="right") - 1
+        starts = map_array(paths.segments)[:, 0]
+        segments = np.flatnonzero((starts >= begin) & (starts < end))
+        rows = map_array(paths.starts).searchsorted(segments, side="right") - 1
         return sorted(set((int(self._cumulative[number]) + rows).tolist()))
 
     def place(self, index: int) -> str:
@@ -252,7 +252,7 @@ class _Paths(NamedTuple):
 
     tokens: str
     ends: str
-    pieces: str
+    segments: str
     starts: str
 
 
@@ -271,19 +271,6 @@ def _part_of(shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, fl
         raise UserError(f"{path}: part {part} of {len(shards)} shards is empty; widen it, or make "
                         "smaller shards with tokenize_corpus.py --unit_bytes")
     return [shards[number] for number in sorted(chosen)]
-
-
-def check_file(path: str | Path, size: int, digest: str | None, remedy: str) -> None:
-    """UserError unless `path` has this size and, if given, this xxh3-128 digest."""
-    refuse_pipe(path)
-    try:
-        actual = os.stat(path).st_size
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {remedy}") from error
-    if actual != size:
-        raise UserError(f"{path}: {actual} bytes, the manifest says {size}; {remedy}")
-    if digest is not None and xxh3(path) != digest:
-        raise UserError(f"{path}: xxh3 checksum differs from the manifest; {remedy}")
 
 
 def open_shard(corpus: str | Path, shard: ShardInfo) -> tuple[np.ndarray, np.ndarray]:

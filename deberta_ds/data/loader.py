@@ -29,10 +29,9 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.cluster import process, signals
+from deberta_ds.cluster import signals
 from deberta_ds.config.batch_schedule import Stretch, micro_batches
-from deberta_ds.data.batch import Batch, collate
-from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.rows import Batch, RowDataset, collate
 
 _SLOW_SECONDS = 0.5e-3  # mean time to read a row from which threads are worth their cost
 _READ_THREADS = 16
@@ -102,25 +101,25 @@ class Reader:
 
     def __getitem__(self, number: int) -> Batch | UserError:
         try:
-            pieces = self._read(number)
+            stored = self._read(number)
             rows = [self._dataset.build(g, found)
-                    for g, found in zip(self._rows[number], pieces, strict=True)]
+                    for g, found in zip(self._rows[number], stored, strict=True)]
         except UserError as error:
             return error
         batch = collate(rows)
         return batch.as_arrays() if get_worker_info() else batch
 
     def _read(self, number: int) -> list[list[np.ndarray]]:
-        """Return the stored pieces of each row of a micro-batch."""
+        """Return the stored document segments of each row of a micro-batch."""
         if self._threads:
             return self._read_ahead(self._threads, number)
         rows, start = self._rows[number], time.perf_counter()
-        pieces = [self._dataset.read(g) for g in rows]
+        stored = [self._dataset.read(g) for g in rows]
         seconds = (time.perf_counter() - start) / len(rows)
         self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
         if self._mean_seconds > _SLOW_SECONDS:
             self._threads = ThreadPoolExecutor(_READ_THREADS)
-        return pieces
+        return stored
 
     def _read_ahead(self, threads: ThreadPoolExecutor, number: int) -> list[list[np.ndarray]]:
         """As `_read`, while threads read the micro-batches that this worker will give next."""
@@ -139,7 +138,7 @@ class Reader:
 
 def _live_with_the_rank(_worker: int) -> None:
     signals.ignore()
-    process.end_with_parent()  # left alone, a worker with a full pipe would wait for ever
+    signals.end_with_parent()  # left alone, a worker with a full pipe would wait for ever
 
 
 def _unwrap(loader: DataLoader) -> Iterator[Batch]:

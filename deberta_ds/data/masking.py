@@ -1,9 +1,9 @@
 """Which tokens of a row are hidden, and what stands in their place.
 
 "uniform" (default): whole words in random order until exactly round(rate * real tokens) tokens are
-chosen; n-grams extend over the following words of the piece with P(n) ~ 1/n. Words that would
+chosen; n-grams extend over the following words of the segment with P(n) ~ 1/n. Words that would
 overshoot are skipped, so long words are chosen a little less often, and with n-grams the first
-words of a piece too (docs/evidence/data.md has the figures); tenths of a row are alike.
+words of a segment too (docs/evidence/data.md has the figures); tenths of a row are alike.
 
 What has no word starts (hexadecimal, base64, DNA, digits, scripts spelled in bytes) would be one
 word of a whole row: beyond 16 tokens, or beyond the budget, each character of a word stands for
@@ -152,7 +152,7 @@ def choose_ngrams(starts: np.ndarray, lengths: np.ndarray, budget: int, max_ngra
                    rng: np.random.Generator) -> np.ndarray:
     """Return chosen words: n-grams start at words in random order, n drawn with P(n) ~ 1/n.
 
-    An n-gram ends early at the end of its piece, at a word already chosen, or when the budget has
+    An n-gram ends early at the end of its segment, at a word already chosen, or when the budget has
     no room for its next word.
     """
     order, draws = rng.random(len(lengths)).argsort(), rng.random(len(lengths))

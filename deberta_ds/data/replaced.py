@@ -22,10 +22,10 @@ import numpy as np
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.files import write_atomic, xxh3
-from deberta_ds.data.corpus import Corpus, check_file
+from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.masking import IGNORE
 from deberta_ds.data.reading import read_bytes
-from deberta_ds.data.shards import MANIFEST, read_checked, save_array
+from deberta_ds.data.shards import MANIFEST, check_file, read_checked, save_array
 
 VERSION = 1
 _KINDS = ("mask", "ids", "ends")

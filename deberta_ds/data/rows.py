@@ -2,28 +2,52 @@
 
     g -> mixture -> source s, index j
     first_sequence + j -> epoch e, position p -> Permutation(rows_s, key=(seed, s, e)) -> its row
-    row -> pieces, each framed as [CLS] piece [SEP]
+    row -> document segments, each framed as [CLS] segment [SEP]
     masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere;
     their rate is a function of g and of the run's number of rows
+    rows -> Batch, a micro-batch
+
+Shape suffixes: B batch, L length, M target slots, T real targets.
 """
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.splitmix import Permutation
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
-from deberta_ds.data.batch import Row
 from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.masking import mask_row
-from deberta_ds.data.mixture import Permutation, build_mixture
+from deberta_ds.data.masking import IGNORE, mask_row
+from deberta_ds.data.mixture import build_mixture
 from deberta_ds.data.replaced import Replacements
 from deberta_ds.files.remote import DEFAULT_CACHE, Cache
 
 _permutation = lru_cache(4096)(Permutation)
+# Slots beyond those that a row foresees come by this many, so that few shapes exist.
+_MORE_SLOTS = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packed and masked row.
+
+    row: global row number g. input_ids i64[L]. labels i64[L]: original id at masked positions, -100
+    elsewhere. segments i32[L]: 0 = padding, 1.. = document segment. positions i32[L]. slots: for
+    how many targets a batch has room, whatever the row has; 0: for those that there are.
+    """
+
+    row: int
+    input_ids: np.ndarray
+    labels: np.ndarray
+    segments: np.ndarray
+    positions: np.ndarray
+    slots: int = 0
 
 
 class RowDataset:
@@ -71,7 +95,7 @@ class RowDataset:
 
     @property
     def content_hashes(self) -> dict[str, str]:
-        """Return {source path: hex}: what a checkpoint stores to refuse another corpus."""
+        """Return {source path: hex}: what a checkpoint stores to reject another corpus."""
         return {source.path: corpus.content_hash
                 + (f", replaced {replaced.content_hash}" if replaced else "")
                 for source, corpus, replaced in zip(self.sources, self._corpora, self._replaced,
@@ -110,18 +134,17 @@ class RowDataset:
         return self.build(g, self.read(g))
 
     def read(self, g: int) -> list[np.ndarray]:
-        """Return the stored pieces of row g: all of a row that needs the disk; thread-safe."""
+        """Return the stored segments of row g: all of a row that needs the disk; thread-safe."""
         source, row = self.locate(g)
         return self._corpora[source].stored_row(row)
 
-    def build(self, g: int, pieces: list[np.ndarray]) -> Row:
-        """Return row g from the pieces that `read` has given."""
+    def build(self, g: int, stored: list[np.ndarray]) -> Row:
+        """Return row g from the segments that `read` has given."""
         if self.mask.final_rate is not None and not self._rows_of_run:
             raise UserError("objective.mask.final_rate: the rate depends on the place of a "
                             "sequence in a run, and this is none; name a run file, or leave it out")
         last = self._rows_of_run - 1
-        rate = self.mask.rate_at(g / last if last > 0 else 0.0)
-        return self._build(pieces, g, self.locate(g), rate, self.draw(g))
+        return self._build(stored, g, self.locate(g), g / last if last > 0 else 0.0, self.draw(g))
 
     def draw(self, g: int) -> int:
         """Return which stored sample row g takes: by its epoch, or by its place in the run."""
@@ -136,13 +159,13 @@ class RowDataset:
 
     def natural_row(self, row: int) -> Row:
         """Return row `row` of the first source as stored; masks are keyed by (seed, row)."""
-        return self._build(self._corpora[0].stored_row(row), row, (0, row), self.mask.rate_at(1.0))
+        return self._build(self._corpora[0].stored_row(row), row, (0, row), run_fraction=1.0)
 
-    def _build(self, pieces: list[np.ndarray], g: int, place: tuple[int, int], rate: float,
+    def _build(self, stored: list[np.ndarray], g: int, place: tuple[int, int], run_fraction: float,
                draw: int = 0) -> Row:
         source, row = place
         corpus, replaced, size = self._corpora[source], self._replaced[source], len(self._special)
-        ids, segments, positions = frame_pieces(pieces, self.seq_len, self._cls_id, self._sep_id,
+        ids, segments, positions = frame_segments(stored, self.seq_len, self._cls_id, self._sep_id,
                                                 self.attend_across_documents, self._pad_id)
         word_start, flipped = self._word_start, None
         if corpus.manifest.words:
@@ -157,30 +180,31 @@ class RowDataset:
         if replaced:
             return Row(g, *replaced.apply(draw, *corpus.shard_row(row), ids), segments, positions,
                        slots=self.seq_len)
+        rate = self.mask.rate_at(run_fraction)
+        slots = self.mask.slots(self.seq_len, rate)
         rng = np.random.Generator(np.random.Philox(key=[self.seed, g]))
         input_ids, labels = mask_row(
             ids, word_start, self._character_start, self._special, self.mask, self._mask_id, rng,
             pad_id=self._pad_id, rate=rate, flipped_L=flipped, rare=self._rare)
-        return Row(g, input_ids, labels, segments, positions,
-                   slots=self.mask.slots(self.seq_len, rate))
+        return Row(g, input_ids, labels, segments, positions, slots)
 
 
-def frame_pieces(pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int,
+def frame_segments(stored: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int,
                  attend_across_documents: bool, pad_id: int = 0
                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] piece [SEP] [CLS] ...
+    """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] segment [SEP] [CLS] ...
 
-    Segments number the pieces and positions restart in each, unless `attend_across_documents`: then
+    `segments` numbers them and positions restart in each, unless `attend_across_documents`: then
     the row is one segment with positions 0, 1, 2, ... as in the official preparation.
     """
     ids = np.full(seq_len, pad_id, dtype=np.int64)
     segments = np.zeros(seq_len, dtype=np.int32)
     positions = np.zeros(seq_len, dtype=np.int32)
     offset = 0
-    for number, piece in enumerate(pieces, start=1):
-        end = offset + len(piece) + 2
+    for number, segment in enumerate(stored, start=1):
+        end = offset + len(segment) + 2
         ids[offset] = cls_id
-        ids[offset + 1 : end - 1] = piece
+        ids[offset + 1 : end - 1] = segment
         ids[end - 1] = sep_id
         segments[offset:end] = number
         positions[offset:end] = np.arange(end - offset)
@@ -210,3 +234,66 @@ def eval_sequences(path: str, tokenizer, *, eval_seed: int, num_rows: int | None
             "--heldout_share)")
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
     return [dataset.natural_row(row) for row in rows]
+
+
+@dataclass
+class Batch:
+    """A micro-batch. rows i64[B]; input_ids, labels, positions i64[B, L]; segments i32[B, L];
+    target_positions i64[B, M]: columns of the masked positions in order, then that of a column
+    without a target, whose label is -100: batches of one shape, whatever is masked.
+    run_fraction: how much of the run is done before its step; 1 outside of a run, as at its end.
+    """
+
+    rows: torch.Tensor
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    segments: torch.Tensor
+    positions: torch.Tensor
+    target_positions: torch.Tensor
+    num_targets: int
+    num_tokens: int
+    run_fraction: float = 1.0
+
+    def to(self, device, copy: bool = False) -> "Batch":
+        """Return the batch with its tensors on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True, copy=copy))
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in pinned memory, which a copy to a GPU does not wait for."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def as_arrays(self) -> "Batch":
+        """Return the batch with NumPy arrays for tensors: how it travels between processes."""
+        return self._map(torch.Tensor.numpy)
+
+    def as_tensors(self) -> "Batch":
+        """Return the batch with tensors again."""
+        return self._map(torch.from_numpy, np.ndarray)
+
+    def _map(self, function, kind: type = torch.Tensor) -> "Batch":
+        return replace(self, **{field.name: function(value) for field in fields(self)
+                                if isinstance(value := getattr(self, field.name), kind)})
+
+
+def collate(rows: list[Row]) -> Batch:
+    """Return the batch of `rows`, in their order."""
+    labels_BL = np.stack([row.labels for row in rows])
+    segments_BL = np.stack([row.segments for row in rows])
+    row_T, column_T = np.nonzero(labels_BL != IGNORE)
+    counts_B = np.bincount(row_T, minlength=len(rows))
+    slots, most = max(1, *(row.slots for row in rows)), int(counts_B.max())
+    if most > slots:
+        more = _MORE_SLOTS if slots > 1 else 1
+        slots = min(slots + -(-(most - slots) // more) * more, labels_BL.shape[1])
+    before_B = np.cumsum(counts_B) - counts_B
+    slot_T = np.arange(len(row_T)) - before_B[row_T]
+    unlabeled_B1 = (labels_BL == IGNORE).argmax(1)[:, None]
+    target_positions_BM = np.repeat(unlabeled_B1, slots, axis=1)
+    target_positions_BM[row_T, slot_T] = column_T
+    return Batch(
+        rows=torch.tensor([row.row for row in rows], dtype=torch.int64),
+        input_ids=torch.from_numpy(np.stack([row.input_ids for row in rows])),
+        labels=torch.from_numpy(labels_BL), segments=torch.from_numpy(segments_BL),
+        positions=torch.from_numpy(np.stack([row.positions for row in rows]).astype(np.int64)),
+        target_positions=torch.from_numpy(target_positions_BM), num_targets=len(row_T),
+        num_tokens=int(np.count_nonzero(segments_BL)))

@@ -9,20 +9,21 @@
       ends/NAME.npy          int64, cumulative document ends
       rows-512/
         manifest.json        written last; its sha256 joins the content_hash
-        NAME.npy             uint32 [pieces, 2]: (start, length) in row order
-        NAME.starts.npy      uint32 [rows + 1]: row r = pieces[starts[r] : starts[r + 1]]
+        NAME.npy             uint32 [segments, 2]: (start, length) in row order
+        NAME.starts.npy      uint32 [rows + 1]: row r = segments[starts[r] : starts[r + 1]]
 
 A crash leaves no manifest, hence no half corpus that opens. numpy.load opens every file.
 
-Each row holds whole document pieces, each framed as [CLS] piece [SEP]. Pieces are placed best-fit
-among 64 open rows in stream order: 99.2 to 99.8 % fill, no sort, neighbours stay together. A
-document longer than a row is cut, and the cut moves back to a word start so that no piece begins
+Each row holds whole document segments, each framed as [CLS] segment [SEP]. They are placed best-fit
+among 64 open rows in stream order: 99.2 to 99.8 % fill, no sort, neighbors stay together. A
+document longer than a row is cut, and the cut moves back to a word start so that no segment begins
 inside a word; only a word longer than half a row is cut hard (and counted).
 """
 
 import hashlib
 import itertools
 import json
+import os
 from bisect import bisect_left, insort
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,12 +32,12 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError, naming, refuse_pipe
 from deberta_ds.base.files import MANIFEST, atomic_path, write_atomic, xxh3
 from deberta_ds.base.json_files import parse_json, typed
 from deberta_ds.config.toml_files import BUILT
 
-FRAME_TOKENS = 2  # [CLS] and [SEP] of every piece
+FRAME_TOKENS = 2  # [CLS] and [SEP] of every segment
 OPEN_ROWS = 64
 PACKER_VERSION = 1
 FORMAT_VERSION = 1
@@ -66,7 +67,7 @@ class RowShardInfo:
 
     name: str
     rows: int
-    pieces: int
+    pieces: int  # document segments; another key would change the corpus's content hash
     tokens: int
     bytes: int
     xxh3: str
@@ -122,7 +123,7 @@ def files_of(corpus: str | Path, shard: str) -> tuple[str, str]:
 
 
 def plan_files_of(directory: str | Path, shard: str) -> tuple[str, str]:
-    """Return the files of a shard's pieces and of the rows' starts, in a rows-L directory."""
+    """Return the files of a shard's segments and of the rows' starts, in a rows-L directory."""
     return f"{directory}/{shard}.npy", f"{directory}/{shard}.starts.npy"
 
 
@@ -195,6 +196,19 @@ def read_checked(directory: str | Path, form: type, version: int, unfinished: st
         raise UserError(f"{path}: damaged manifest ({error}); {remedy}") from error
     raise UserError(f"{path}: format version {found!r:.40}, and this program reads {version}; make "
                     "it again in a new directory, or use the version that made it")
+
+
+def check_file(path: str | Path, size: int, digest: str | None, remedy: str) -> None:
+    """UserError unless `path` has this size and, if given, this xxh3-128 digest."""
+    refuse_pipe(path)
+    try:
+        actual = os.stat(path).st_size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {remedy}") from error
+    if actual != size:
+        raise UserError(f"{path}: {actual} bytes, the manifest says {size}; {remedy}")
+    if digest is not None and xxh3(path) != digest:
+        raise UserError(f"{path}: xxh3 checksum differs from the manifest; {remedy}")
 
 
 def npy_header(dtype: np.dtype, count: int) -> bytes:
@@ -284,11 +298,11 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """`pieces` u32[num_pieces, 2] of (start, length) in row order; row r is
-    pieces[starts[r]:starts[r + 1]] with `starts` u32[num_rows + 1].
+    """`segments` u32[num_segments, 2] of (start, length) in row order; row r is
+    segments[starts[r]:starts[r + 1]] with `starts` u32[num_rows + 1].
     """
 
-    pieces: np.ndarray
+    segments: np.ndarray
     starts: np.ndarray
     hard_cuts: int
 
@@ -297,17 +311,17 @@ def plan_rows(ends: np.ndarray, tokens: np.ndarray, word_starts: np.ndarray, seq
              ) -> RowPlan:
     """Return the rows of one shard: `ends` i64[documents], `tokens` [n], `word_starts` bool[V]."""
     starts, lengths, hard_cuts = cut_documents(ends, tokens, word_starts, seq_len - FRAME_TOKENS)
-    row_of_piece, num_rows = best_fit(lengths + FRAME_TOKENS, seq_len)
-    order = np.argsort(row_of_piece, kind="stable")
-    pieces = np.stack([starts[order], lengths[order]], axis=1).astype(np.uint32)
-    per_row = np.bincount(row_of_piece, minlength=num_rows)
+    row_of_segment, num_rows = best_fit(lengths + FRAME_TOKENS, seq_len)
+    order = np.argsort(row_of_segment, kind="stable")
+    segments = np.stack([starts[order], lengths[order]], axis=1).astype(np.uint32)
+    per_row = np.bincount(row_of_segment, minlength=num_rows)
     row_starts = np.concatenate([[0], np.cumsum(per_row)]).astype(np.uint32)
-    return RowPlan(pieces, row_starts, hard_cuts)
+    return RowPlan(segments, row_starts, hard_cuts)
 
 
 def cut_documents(ends: np.ndarray, tokens: np.ndarray, word_starts: np.ndarray, room: int
                  ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return (starts i64, lengths i64, hard cuts): pieces of at most `room` tokens, in order."""
+    """Return (starts i64, lengths i64, hard cuts): segments of at most `room` tokens, in order."""
     ends = np.asarray(ends, dtype=np.int64)
     begins = np.concatenate([[0], ends])[:-1].astype(np.int64)
     long_documents = np.flatnonzero(ends - begins > room)
@@ -342,7 +356,7 @@ def best_fit(sizes: np.ndarray, seq_len: int) -> tuple[np.ndarray, int]:
 
     When all 64 rows are open and none has room, the fullest is closed. Ties: the older row.
     """
-    row_of_piece = np.empty(len(sizes), dtype=np.int64)
+    row_of_segment = np.empty(len(sizes), dtype=np.int64)
     open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
     num_rows = 0
     for index, size in enumerate(sizes.tolist()):
@@ -354,7 +368,7 @@ def best_fit(sizes: np.ndarray, seq_len: int) -> tuple[np.ndarray, int]:
                 del open_rows[0]
             room, row = seq_len, num_rows
             num_rows += 1
-        row_of_piece[index] = row
+        row_of_segment[index] = row
         if room > size:
             insort(open_rows, (room - size, row))
-    return row_of_piece, num_rows
+    return row_of_segment, num_rows

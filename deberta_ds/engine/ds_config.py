@@ -1,6 +1,6 @@
 """The DeepSpeed JSON: checked by us, completed from the run config.
 
-DeepSpeed 0.19.8 accepts misspelt top-level keys in silence, keeps the string "auto", reads "no" as
+DeepSpeed 0.19.8 accepts misspelled keys of the top level, keeps the string "auto", reads "no" as
 true in some places, and clips gradients at 1.0 unless told otherwise. So a JSON may hold the keys
 that were tried with this project, each with its type and limits; any other key is rejected. Each
 number has one owner, and the dict that DeepSpeed gets is complete. No torch and no deepspeed in
@@ -14,10 +14,10 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line
-from deberta_ds.base.errors import refuse_pipe
+from deberta_ds.base.errors import ConfigError, raise_problems, refuse_pipe
 from deberta_ds.base.json_files import parse_json
 from deberta_ds.base.numbers import counted
-from deberta_ds.config.options import STRICT, ConfigError, nearest, problems_of, raise_problems
+from deberta_ds.config.options import STRICT, nearest, problems_of
 from deberta_ds.config.run_config import RunConfig
 
 # Computed by the run config; in the JSON they may only be absent or "auto".
@@ -265,7 +265,7 @@ def complete(values: dict, *, rows: int, micro_rows: int, accumulation: int, cli
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,  # never: our own log speaks
+        "steps_per_print": None,  # never: our own log has each step
     } | values | own | {
         "train_batch_size": rows, "train_micro_batch_size_per_gpu": micro_rows,
         "gradient_accumulation_steps": accumulation, "gradient_clipping": clip_norm}

@@ -8,8 +8,10 @@ backward; initial values are set after construction, parameter by parameter, bec
 `zero.Init` an assignment in a constructor is a silent no-op.
 """
 
+import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -24,11 +26,10 @@ import torch
 from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from torch import Tensor, nn
 
-from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.errors import ConfigError, UserError, first_line
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
-from deberta_ds.cluster.launcher import check_environment, meet_mpi, rank_variables
-from deberta_ds.config.options import ConfigError
+from deberta_ds.cluster.launcher import check_environment, count_gpus, meet_mpi, rank_variables
 from deberta_ds.config.run_config import OptimConfig, RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.clipping import (
@@ -37,17 +38,15 @@ from deberta_ds.engine.clipping import (
     measure_in_pieces,
     reduce_nothing,
 )
-from deberta_ds.engine.gpus import count_gpus
+from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.muon import Muon
 from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.engine.passes import HookedPasses, build_passes
-from deberta_ds.engine.state import check_restorable
 from deberta_ds.model import cpu
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.dropout import LinearGelu
-from deberta_ds.model.init import init_parameters
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.build import build_model, held_parameters, objective_of
-from deberta_ds.tracking import log
 
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
@@ -67,13 +66,13 @@ def prepare_rank() -> torch.device:
     if "RANK" not in os.environ:
         meet_mpi()
     check_environment(os.environ)
-    if deepspeed.get_accelerator().device_name() == "cpu":
+    count_gpus()
+    if device_type() == "cpu":
         check_parts("deepspeed", deepspeed, CPU_PARTS)
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if os.environ.get("RANK", "0") == "0":
-        log.show_choices()
-    count_gpus()
+        show_choices()
     device = local_device()
     if device.type == "cpu":
         cpu.keep_heap()
@@ -86,6 +85,16 @@ def prepare_rank() -> torch.device:
                             "(Slurm: --gpus-per-node, not --gpus-per-task or --gpu-bind)")
         torch.cuda.set_device(device)
     return device
+
+
+def show_choices() -> None:
+    """Print what the library chose for this machine (logger "deberta_ds") as it is chosen."""
+    logger = logging.getLogger("deberta_ds")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def init_distributed() -> torch.device:
@@ -159,14 +168,14 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
                                       config=ds)
     check_engine(engine)
-    check_restorable(engine)
     if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
         measure_in_pieces(engine.optimizer)
     if type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer":  # ZeRO-1 and 2
         check_all_at_once(engine.optimizer)
         if dist.world_size() == 1:
             reduce_nothing(engine.optimizer)
-    clip_networks_apart(engine, [group.get("network", "") for group in optimizer.param_groups])
+    if apart:
+        clip_networks_apart(engine, [group["network"] for group in optimizer.param_groups])
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)
     engine.passes = HookedPasses(engine)
@@ -325,10 +334,22 @@ def check_machine(values: dict, place: str) -> list[str]:
 
 
 def check_engine(engine) -> None:
-    """Raise ConfigError if the engine lacks a part that the code relies on."""
+    """Raise UserError if the engine lacks a part that the code relies on, or if its state could not
+    be saved and loaded.
+    """
+    kind, is_plain = type(engine.optimizer).__name__, isinstance(engine.optimizer,
+                                                                 torch.optim.Optimizer)
+    if not is_plain and kind not in OPTIMIZER_PARTS:
+        raise CheckpointError(f"the DeepSpeed config leads to {kind}, whose state could not be "
+                              "saved and loaded; use plain ZeRO-0, 1, 2 or 3 "
+                              "(docs/explanation/reliability.md)")
     check_parts("engine", engine, ENGINE_PARTS)
-    parts = OPTIMIZER_PARTS.get(type(engine.optimizer).__name__, ("param_groups", "state"))
-    check_parts("optimizer", engine.optimizer, parts)
+    check_parts("optimizer", engine.optimizer,
+                ("param_groups", "state") if is_plain else OPTIMIZER_PARTS[kind])
+    if engine.dp_world_size != dist.world_size():
+        raise CheckpointError(
+            f"the DeepSpeed config splits {dist.world_size()} ranks into groups (tensor or "
+            "sequence parallelism), whose checkpoints could not be loaded; leave those keys out")
     if engine.zero_optimization_stage() == 3:
         parameter = next(p for p in engine.module.parameters() if p.requires_grad)
         check_parts("parameter", parameter, ZERO3_PARAMETER_PARTS)

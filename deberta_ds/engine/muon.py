@@ -6,11 +6,11 @@ O(u) is near the orthogonal matrix closest to u (Newton-Schulz; Keller Jordan, 2
 gives an update the mean square that AdamW's has, so that AdamW's lr and decay do for both
 (Moonlight, arXiv 2502.16982, section 2.2).
 
-DeepSpeed's own Muon (0.19.8) is not used: its ZeRO-1 to 3 orthogonalise before they clip, so that
+DeepSpeed's own Muon (0.19.8) is not used: its ZeRO-1 to 3 orthogonalize before they clip, so that
 the clipping norm sets the size of a step, and under 1 and 2 momenta are not cut as weights are.
 Here all happens in `step`, after clipping, and momenta lie as the weights lie: checkpoints and
 other world sizes know them. A matrix whose pieces lie on several ranks is put together by a sum of
-what each has, in which all others have zeros; one rank orthogonalises it, and the sum of that and
+what each has, in which all others have zeros; one rank orthogonalizes it, and the sum of that and
 zeros gives it to all.
 """
 
@@ -50,7 +50,7 @@ class _Part:
 
 
 class Muon(torch.optim.AdamW):
-    """Groups whose "matrices" is true are orthogonalised, the others are AdamW's."""
+    """Groups whose "matrices" is true are orthogonalized, the others are AdamW's."""
 
     def __init__(self, groups: list[dict], momentum: float, matmuls: torch.dtype | None = None,
                  **settings):

@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from deberta_ds.base import user_code
-from deberta_ds.base.errors import UserError
-from deberta_ds.base.user_code import is_own
-from deberta_ds.config.options import ConfigError
+from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.muon import Muon
 from deberta_ds.model.parts import layer_shares
@@ -44,19 +42,19 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, waiting: Collection[st
         matrices = {f"{prefix}.weight" for prefix, module in model.named_modules()
                     if isinstance(module, nn.Linear) and module.out_features > 1}
         groups = _split(model, groups, "matrices", {name: name in matrices for name in names})
-    if is_own(optim.name):
-        optimizer = user_code.function("optim.name", optim.name)(groups, optim)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UserError(f"optim.name: {optim.name} returned {type(optimizer).__name__}; it "
-                            "must return a torch.optim.Optimizer")
-        return optimizer
     settings: dict[str, Any] = {
         "lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
     if optim.name == "muon":
         return Muon(groups, optim.momentum, matmuls, **settings)
-    return AdamUncorrected(groups, **settings)
+    if optim.name == "adam_uncorrected":
+        return AdamUncorrected(groups, **settings)
+    optimizer = user_code.function("optim.name", optim.name)(groups, optim)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optim.name: {optim.name} returned {type(optimizer).__name__}; it must "
+                        "return a torch.optim.Optimizer")
+    return optimizer
 
 
 def _split(model: nn.Module, groups: list[dict], key: str, values: Mapping[str, float | str | bool]
@@ -125,7 +123,7 @@ def thaw_factor(optim: OptimConfig, step: int) -> float:
 # drops from lr to lr (1 - warm-up share) where warm-up ends.
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of update `step` (0 .. total_steps - 1)."""
-    if is_own(optim.schedule):
+    if ":" in optim.schedule:  # FILE.py:NAME, which warms up by itself
         factor = user_code.function("optim.schedule", optim.schedule)(step, total_steps, optim)
         if not isinstance(factor, int | float) or not math.isfinite(factor):
             raise ConfigError(f"optim.schedule: {optim.schedule} returned {factor!r} for step "

@@ -23,7 +23,7 @@ from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.user_code import is_own
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.data.batch import Batch
+from deberta_ds.data.rows import Batch
 from deberta_ds.engine import ds_config
 from deberta_ds.model.dropout import seeded
 
@@ -227,9 +227,7 @@ class Passes(HookedPasses):
         return loss.detach(), sums
 
     def _graph_of(self, batch: Batch) -> Callable[[Batch], tuple[Tensor, Sums]] | None:
-        """Return what replays the graph for batches of this shape; None, and from now on, if it is
-        refused.
-        """
+        """Return what replays the graph for batches of this shape; None for good if rejected."""
         # Waiting weights have a hook each (engine.holds), which a graph takes in.
         key = (*(tensor.shape for tensor in _tensors(batch)), bool(self._engine.holds))
         if key not in self._graphs:

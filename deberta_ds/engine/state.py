@@ -2,7 +2,7 @@
 
 One place knows DeepSpeed's private names (0.19.8), for saving and for loading: which buffers this
 rank has, which stretches of which parameters lie in them, and what must happen after they were
-written. A wrapper that is not known here is rejected before the first step (`check_restorable`), so
+written. A wrapper that is not known here is rejected before the first step (`check_engine`), so
 no run trains what it could not resume.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.cluster import dist
-from deberta_ds.engine.layout import CheckpointError, Group, Layout, Piece, in_a_line, replicated
+from deberta_ds.engine.layout import Group, Layout, Piece, in_a_line, replicated
 
 MASTER = "fp32"  # the key of the fp32 weights next to the optimizer's own keys
 # {DeepSpeed's wrapper: how it cuts}; a plain optimizer does not: every rank has everything
@@ -34,15 +34,6 @@ class Buffer:
     weights: Tensor
     held: tuple[tuple[str, Piece], ...]
     is_frozen: bool = False
-
-
-def check_restorable(engine) -> None:
-    """Raise CheckpointError if the engine's state could not be saved and loaded."""
-    _cut_of(engine)
-    if engine.dp_world_size != dist.world_size():
-        raise CheckpointError(
-            f"the DeepSpeed config splits {dist.world_size()} ranks into groups (tensor or "
-            "sequence parallelism), whose checkpoints could not be loaded; leave those keys out")
 
 
 def layout_of(engine) -> Layout:
@@ -130,12 +121,7 @@ def _cut_of(engine) -> Literal["whole", "line", "parameter"]:
     optimizer = engine.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         return "whole"
-    kind = type(optimizer).__name__
-    if kind not in _CUTS:
-        raise CheckpointError(f"the DeepSpeed config leads to {kind}, whose state could not be "
-                              "saved and loaded; use plain ZeRO-0, 1, 2 or 3 "
-                              "(docs/explanation/reliability.md)")
-    return _CUTS[kind]
+    return _CUTS[type(optimizer).__name__]
 
 
 def _names(engine) -> dict[int, str]:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.data.batch import IGNORE, Row, collate
+from deberta_ds.data.masking import IGNORE
+from deberta_ds.data.rows import Row, collate
 from deberta_ds.release.reader import LoadedModel, load_backbone
-from deberta_ds.tokenizer import MASK_PIECE, Tokenizer
+from deberta_ds.tokenizer import MASK_TOKEN, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def encode_with_masks(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return [CLS] text [SEP] as ids, with "[MASK]" (or the tokenizer's own name for it) standing
     for one masked token.
     """
-    names = {MASK_PIECE, tokenizer.mask_piece}
+    names = {MASK_TOKEN, tokenizer.mask_token}
     parts = re.split("|".join(map(re.escape, names)), text.strip())
     if len(parts) == 1:
         raise UserError(f"no {' or '.join(sorted(names))} in the text: {text!r}")

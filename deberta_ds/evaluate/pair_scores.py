@@ -50,7 +50,7 @@ _LOGITS_AT_ONCE = 1 << 22
 _FEW_PAIRS = 5  # of a paradigm, whose pairs are resampled by themselves
 
 SCORERS = {"pll_word": "PLL by word (of whole-word masking)",
-           "pll_word_ids": "PLL by word (published: word_ids)", "pll_piece": "PLL by token",
+           "pll_word_ids": "PLL by word (published: word_ids)", "pll_token": "PLL by token",
            "discriminator_sum": "discriminator, sum", "discriminator_mean": "discriminator, mean",
            "discriminator_differing": "discriminator, differing tokens"}
 # By reasoning, not by score: these are log-probabilities of the whole sentence.
@@ -125,7 +125,7 @@ def _likelihoods(model: LoadedModel, sentences: list[list[int]],
         values[items] = part
     return {name: np.bincount(queries.sentence, weights=values * chosen, minlength=len(sentences))
             for name, chosen in (("pll_word_ids" if word_ids else "pll_word", queries.by_word),
-                                 ("pll_piece", queries.by_token))}
+                                 ("pll_token", queries.by_token))}
 
 
 def _originality(model: LoadedModel, sentences: list[list[int]], place: np.ndarray
@@ -271,7 +271,7 @@ def describe(scored: PairScores, pairs: list[MinimalPair], model: str, data: str
             "ranks": dist.world_size(),
             "seconds": round(scored.seconds, 2),
             "headlines": [name for name in HEADLINES if name in scored.scores],
-            "interval": f"{_LEVEL:.0%} bootstrap over pairs, {_DRAWS:,} draws",
+            "interval": f"{_LEVEL:.0%} bootstrap over pairs, {_DRAWS:,} samples",
             "scorers": summarize(scored, pairs)}
 
 
@@ -294,7 +294,7 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
         for line in lines)
     rate = result["sentences"] / max(result["seconds"], 1e-9)
     notes = [f"{result['pairs']:,} pairs, {result['sentences']:,} sentences in "
-             f"{result['seconds']:.1f} s ({rate:,.0f} a second); chance is 50; in brackets: "
+             f"{result['seconds']:.1f} s ({rate:,.0f} per second); chance is 50; in brackets: "
              f"{result['interval']}"]
     few = [name for name, values in next(iter(scorers.values()))["paradigms"].items()
            if values["pairs"] < _FEW_PAIRS]
@@ -304,8 +304,10 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
                      "little, and intervals are too narrow")
     if result["unknown_tokens"]:
         notes.append(f"WARNING: {result['unknown_tokens']:,} tokens are unknown to the tokenizer: "
-                     "likelihoods leave them out, a discriminator judges them as they are; "
-                     f"{result['undecided']:,} pairs with unlike numbers of them count one half")
+                     "likelihoods leave them out, a discriminator judges them as they are")
+    if result["undecided"]:
+        notes.append(f"{result['undecided']:,} pairs count one half in likelihoods: their "
+                     "sentences are equal, or have unlike numbers of unknown tokens")
     return "\n".join([text, *notes])
 
 

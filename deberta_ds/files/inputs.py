@@ -120,7 +120,7 @@ class _RemoteFile(io.RawIOBase):
 
 class _Streamed(_RemoteFile):
     """A remote file read from its front to its end. Where a connection breaks, the server is asked
-    for the rest; what one without parts sends again is passed over.
+    for the rest; what one without parts sends again is skipped.
     """
 
     _answer: Any = None

@@ -35,11 +35,6 @@ class Cache:
 DEFAULT_CACHE = Cache()
 
 
-def is_remote(path: str | Path) -> bool:
-    """Return whether a path is a URL."""
-    return "://" in str(path)
-
-
 def file_system(url: str):
     """Return (file system, path in it). s3:// needs no package where s3fs is not installed: Arrow
     has a client (AWS_ENDPOINT_URL names another server than Amazon's).
@@ -178,7 +173,7 @@ def fetch(url: str, *, cache: str = DEFAULT_CACHE.directory, names: tuple[str, .
     """Return the local copy of what is at a URL (a local path is its own), with those of its files
     whose names match one of the patterns; nothing there is an empty directory.
     """
-    if not is_remote(url):
+    if "://" not in url:
         return url
     url = url.rstrip("/")
     key = xxhash.xxh3_64_hexdigest(url.encode())

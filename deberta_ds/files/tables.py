@@ -30,6 +30,9 @@ _DELIMITERS = ",;\t|"
 _LONGEST_CELL = 1 << 26  # characters, also of a line; the csv module's own limit is 128 Ki
 _LONGEST_DOCUMENT = 1 << 30  # bytes of a line of a .json, which may be all of it
 _JSON_REMEDIES = {"NaN": "write null", "is written twice": "name each key once",
+                  "half a character": "write the text as UTF-8, or escape whole pairs",
+                  "in double quotes": "write names and texts in double quotes, no comma at the end",
+                  "Invalid": "write backslashes, tabs and line ends as \\\\, \\t and \\n",
                   "Extra data": "write one object a line, without a comma behind it"}
 _BATCH_ROWS = 1024
 _BAD_UTF8 = "invalid UTF-8"

@@ -117,6 +117,7 @@ class _Encoder:
                  truncation: str):
         self.task, self.tokenizer = task, tokenizer
         self.truncation = truncation if task.is_cut else "first"
+        self.long_text = task.long_text
         self.max_length, self.window_overlap = max_length, window_overlap
         self.tokens = lru_cache(_KEPT_TEXTS)(self._tokens)
         self.plain = lru_cache(_KEPT_TEXTS)(self._plain)
@@ -175,8 +176,8 @@ class _Encoder:
         """Return the least max_length at which nothing is lost that must be seen together."""
         lengths = []
         for texts in example.sequences:
-            long = self.task.long_text + (self.truncation == "second")
-            sizes = [len(self.tokens(text)[0] if i == self.task.long_text else self.plain(text))
+            long = self.long_text + (self.truncation == "second")
+            sizes = [len(self.tokens(text)[0] if i == self.long_text else self.plain(text))
                      for i, text in enumerate(texts)]
             if self.task.layout not in _UNCUT:
                 sizes = [min(size, _MIN_LONG_TOKENS)

@@ -69,7 +69,7 @@ def divergence(scores: Tensor, target: Tensor, kind: str) -> Tensor:
         scores = torch.stack([scores, torch.zeros_like(scores)], -1)
         target = torch.stack([target, torch.zeros_like(target)], -1)
     if kind == "mse" or scores.size(-1) == 1:
-        columns = (target > NEVER).sum(-1)  # not those of a longer neighbour in the batch
+        columns = (target > NEVER).sum(-1)  # not those of a longer neighbor in the batch
         return (scores - target).square().sum(-1) / columns
     log_p, log_t = scores.log_softmax(-1), target.log_softmax(-1)
     forward = -(log_t.detach().exp() * log_p).sum(-1)

@@ -27,7 +27,7 @@ import xxhash
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.cluster import dist
-from deberta_ds.cluster.process import machine
+from deberta_ds.cluster.lock import machine
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
 from deberta_ds.finetuning.directory import Finetuned, find_finetuned, is_finetuned, load_finetuned
@@ -41,7 +41,7 @@ from deberta_ds.finetuning.features import (
 from deberta_ds.finetuning.models import Start, start_from
 from deberta_ds.finetuning.predict import score_split
 from deberta_ds.tasks import readers
-from deberta_ds.tasks.layouts import is_labelled
+from deberta_ds.tasks.layouts import is_labeled
 from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.settings import Settings, resolve
 from deberta_ds.tasks.tables import Faults
@@ -52,12 +52,12 @@ from deberta_ds.training.inputs import Input
 _BLOCK_ROWS = 4096
 _SAY_SECONDS = 10.0  # between two lines on the progress of encoding
 _values_of = attrgetter(*[field.name for field in fields(Feature)][1:])  # all but its position
-CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
+CARVED_SHARE = 0.8  # of a labeled validation split, where the train file is not at hand
 _CARVE_SEED = 0
 
 
 class Encoded(Sequence[Feature]):
-    """The features in files of (path, how many), each made anew when it is asked for.
+    """The features in files of (path, how many), each made again when it is asked for.
 
     lost: positions of the examples that have none; longest: tokens of the longest row.
     `Feature.position` is the place in here.
@@ -217,7 +217,7 @@ def _check(sweep: Sweep, tables: Tables) -> None:
     readers.check_targets(tables.val)
     for split in (tables.val, *tables.tests.values()):
         if (column := split.task.columns.get("group")) and (lost := [
-                e.place for e in split.examples if e.group is None and is_labelled(e)]):
+                e.place for e in split.examples if e.group is None and is_labeled(e)]):
             raise UserError(f"{lost[0]}: no column {column!r} (group in the task file); scores "
                             "are to be shown by its values")
         shared, place = readers.count_shared(tables.train, split)
@@ -335,9 +335,10 @@ def _unlike(split: Split, start: Start, settings: Settings, cut: int, windowed: 
     if cut or windowed:
         yield (f"of {count} examples {cut} were cut at {settings.max_length} tokens, {windowed} "
                "read in windows")
+    special = count_special(split.examples, start.tokenizer)
     if lost := unknown_tokens(unknown, tokens):
         yield f"{lost}; {start.name} was not trained on text like this"
-    if special := count_special(split.examples, start.tokenizer):
+    if special:
         yield (f"{special} of {count} examples have a special token, such as [SEP], in their text: "
                "plain text here, one token for transformers")
 

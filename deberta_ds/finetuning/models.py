@@ -19,8 +19,7 @@ from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import ModelConfig, to_dict
 from deberta_ds.finetuning.directory import Finetuned, is_finetuned, load_finetuned
 from deberta_ds.finetuning.heads import TaskModel
-from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.release.reader import check_same, read_release
 from deberta_ds.release.relative_rows import a_row_a_distance
 from deberta_ds.release.tensors import tensors_digest
@@ -73,7 +72,7 @@ def _open_directory(name: str, path: str, tokenizer: str | Path | None) -> Start
     release = read_release(path, tokenizer)
     weights = {key: value.float() for key, value in release.main.tensors.items()
                if key.startswith(("words.weight", "trunk."))}
-    opened = release.tokenizer or Tokenizer.of_files(release.tokenizer_files, Path(path))
+    opened = release.tokenizer or Tokenizer(path, release.tokenizer_files)
     return Start(name, release.main.config, opened, weights)
 
 

@@ -48,10 +48,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def open_task(name: str) -> "Task":
     """Return a benchmark's task by its name, or one of the user's own by its file."""
     from deberta_ds.tasks.task import task_named
-    from deberta_ds.tasks.task_file import load_own_task
 
     if not name.endswith(".toml"):
         return task_named(name)
+    from deberta_ds.tasks.task_file import load_own_task
+
     task, labels = load_own_task(name)
     say(labels)
     return task
@@ -62,15 +63,15 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
                 show_scores: bool = False) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
     from deberta_ds.cluster import dist
-    from deberta_ds.engine.engine import local_device
     from deberta_ds.model import choose
     from deberta_ds.training import start
 
     asked = {f"--{name}": str(value) for name, value in vars(options).items()
              if name != "local_rank"}
     asked |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
-    start.join(asked | {"--tasks": list(map(str, tasks)), "--init_from": init_from,
-                       "save models": keep_models, "--out, absolute": os.path.abspath(options.out)})
+    device = start.join(asked | {
+        "--tasks": list(map(str, tasks)), "--init_from": init_from, "save models": keep_models,
+        "--out, absolute": os.path.abspath(options.out)})
     opened = dist.together(lambda: _open(options, overrides, tasks, init_from))
     lines, values, longest = opened.pop("lines"), opened["deepspeed"], opened.pop("longest")
     kernels = start.agreed_kernels(lambda: [choose.in_a_line(start.kernel_choices(
@@ -82,18 +83,16 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
 
     return Sweep(
         **opened, num_seeds=options.seeds, data=options.data or ".", out=options.out,
-        device=local_device(), any_size=options.any_size, max_bad=options.max_bad,
+        device=device, any_size=options.any_size, max_bad=options.max_bad,
         predict_test=not options.skip_test, keep_models=keep_models, show_scores=show_scores,
         say=say)
 
 
-def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]",
-          init_from: "Mapping[str, str] | Sequence[str] | str") -> dict[str, Any]:
-    """Open what all runs have in common; return fields of the sweep, and what is said of them."""
-    from deberta_ds.engine.engine import check_machine
-    from deberta_ds.finetuning.models import open_start
+def open_tasks(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]"
+               ) -> "tuple[tuple[Task, ...], dict[str, dict[str, Any]], int]":
+    """Return the tasks, tables of their settings, and the longest row that these allow."""
     from deberta_ds.tasks import settings
-    from deberta_ds.tasks.task import TASK_NAMES, task_named
+    from deberta_ds.tasks.task import TASK_NAMES
 
     tasks = tuple(open_task(task) if isinstance(task, str) else task for task in given)
     names = [task.name for task in tasks]
@@ -112,7 +111,18 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     for task in tasks:
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
-    longest = max(settings.resolve(task, tables).max_length for task in tasks)
+    return tasks, tables, max(settings.resolve(task, tables).max_length for task in tasks)
+
+
+def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]",
+          init_from: "Mapping[str, str] | Sequence[str] | str") -> dict[str, Any]:
+    """Open what all runs have in common; return fields of the sweep, and what is said of them."""
+    from deberta_ds.engine.engine import check_machine
+    from deberta_ds.finetuning.models import open_start
+    from deberta_ds.tasks.task import task_named
+
+    tasks, tables, longest = open_tasks(options, overrides, given)
+    names = [task.name for task in tasks]
     json, values = deepspeed(options.deepspeed_config)
     if isinstance(init_from, str):
         init_from = {names[0]: init_from} if init_from else {}
@@ -143,8 +153,8 @@ def deepspeed(path: str | None) -> tuple[str, dict]:
     """Return the name of a DeepSpeed JSON and its values; of this machine's where none is given."""
     import torch
 
+    from deberta_ds.cluster.launcher import count_gpus
     from deberta_ds.engine import ds_config
-    from deberta_ds.engine.gpus import count_gpus
 
     if not path and count_gpus() and torch.cuda.is_bf16_supported(including_emulation=False):
         path = _GPU_JSON

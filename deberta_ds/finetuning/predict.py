@@ -23,7 +23,7 @@ from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.heads import TaskOutput
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.annotations import PREFIXED
-from deberta_ds.tasks.layouts import Example, is_labelled
+from deberta_ds.tasks.layouts import Example, is_labeled
 from deberta_ds.tasks.metrics import Prediction, spans_of
 from deberta_ds.tasks.task import Task
 
@@ -139,13 +139,13 @@ def predictions_of(
 def scores_of(
     task: Task, examples: Sequence[Example], predictions: Sequence[metrics.Prediction]
 ) -> dict[str, Any]:
-    """Return the scores of the labelled examples as JSON has them, {} if none is labelled.
+    """Return the scores of the labeled examples as JSON has them, {} if none is labeled.
 
     "metrics" and "score" hold {"value", "low", "high"}; "classes" {"precision", "recall", "f1",
     "support"}; "groups" the first two for each value of the task's `group` column, and of SQuAD
     v2.0 for questions with and without an answer.
     """
-    pairs = [pair for pair in zip(examples, predictions, strict=True) if is_labelled(pair[0])]
+    pairs = [pair for pair in zip(examples, predictions, strict=True) if is_labeled(pair[0])]
     if not pairs:
         return {}
     gold, guesses = zip(*pairs, strict=True)

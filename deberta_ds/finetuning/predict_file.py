@@ -1,7 +1,7 @@
 """A table -> a file of predictions: streamed, in order, on any number of ranks; labels are scored.
 
 Rows are read in blocks; a block is encoded, its batches are dealt to the ranks, and the first rank
-writes it before the next one is read, so neither file need fit into memory. Of labelled rows,
+writes it before the next one is read, so neither file need fit into memory. Of labeled rows,
 labels and predictions are kept to be scored at the end.
 """
 
@@ -36,7 +36,7 @@ from deberta_ds.finetuning.predict import (
 )
 from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.tasks.labels import is_ignored, to_line, without_label
-from deberta_ds.tasks.layouts import Example, examples_of, is_labelled
+from deberta_ds.tasks.layouts import Example, examples_of, is_labeled
 from deberta_ds.tasks.metrics import Prediction
 from deberta_ds.tasks.submission import as_written
 from deberta_ds.tasks.tables import Faults, each_row
@@ -67,7 +67,7 @@ def predict_file(
     model = finetuned_model(saved, device)
     task = replace(saved.task, form=replace(saved.task.form, encoding=encoding))
     bad = Faults(max_bad, out.with_name(f"{out.name}.bad_rows.txt"))
-    labelled: list[tuple[Example, Prediction]] = []
+    labeled: list[tuple[Example, Prediction]] = []
     unread: list[str] = []  # what is wrong with labels that cannot be read
     count, cut, unknown, began = 0, 0, np.zeros(2, int), time.monotonic()
     rows = each_row(data, form=task.form)
@@ -93,13 +93,13 @@ def predict_file(
             scores = score_split(model, task, examples, features,
                                  global_batch_size=global_batch_size, device=device)
             guesses = predictions_of(task, examples, scores, saved.threshold)
-            labelled += [(replace(example, sequences=(), spans=()), guess) for example, guess in
-                         zip(examples, guesses, strict=True) if is_labelled(example)]
+            labeled += [(replace(example, sequences=(), spans=()), guess) for example, guess in
+                         zip(examples, guesses, strict=True) if is_labeled(example)]
             found = zip(examples, guesses, scores, strict=True)
             for line in _lines(task, block, first, keep, bad, found):
                 # A kept column may hold a date, or another thing JSON has not.
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-            _say(f"{count:,} rows, {count / (time.monotonic() - began):,.0f} a second")
+            _say(f"{count:,} rows, {count / (time.monotonic() - began):,.0f} per second")
         _say(bad.check(count, bad.fit(task, "--")))
     _say(f"{cut:,} of {count:,} texts were cut at {max_length} tokens" if cut else "")
     if lost := unknown_tokens(*unknown):
@@ -107,7 +107,7 @@ def predict_file(
     if unread:
         _say(f"{len(unread):,} rows are not scored, as their label cannot be read: {unread[0]}")
     if dist.is_main():
-        _write_scores(task, data, scores_file(out), labelled, count)
+        _write_scores(task, data, scores_file(out), labeled, count)
     return count
 
 
@@ -141,11 +141,11 @@ def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) 
 
 
 def _write_scores(task: Task, data: Path, file: Path,
-                  labelled: Sequence[tuple[Example, Prediction]], count: int) -> None:
+                  labeled: Sequence[tuple[Example, Prediction]], count: int) -> None:
     file.unlink(missing_ok=True)  # of other predictions
-    if labelled:
-        scores = scores_of(task, *zip(*labelled, strict=True))
-        scores["unlabelled"] = count - len({example.place for example, _ in labelled})
+    if labeled:
+        scores = scores_of(task, *zip(*labeled, strict=True))
+        scores["unlabelled"] = count - len({example.place for example, _ in labeled})
         write_atomic(file, json.dumps(scores, indent=1) + "\n")
         print(f"{as_text(str(data), scores)}\n\nwrote {file}")
 

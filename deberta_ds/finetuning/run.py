@@ -65,21 +65,17 @@ def run(job: Job) -> dict:
             lock.forget(job.out)
         return found
     with lock.held(job.out):
-        return _run(job)
-
-
-def _run(job: Job) -> dict:
-    trained = train(job)
-    began = time.monotonic()
-    result = job.identity() | trained | _predict(job)
-    result |= {"world_size": dist.world_size(),
-               "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
-    if job.show_scores:
-        for name, found in result["scores"].items():
-            job.say(f"\n{as_text(name, found)}")
-    dist.on_main(lambda: _keep(job, result))
-    write_result(job, result)
-    return result
+        trained = train(job)
+        began = time.monotonic()
+        result = job.identity() | trained | _predict(job)
+        result |= {"world_size": dist.world_size(),
+                   "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
+        if job.show_scores:
+            for name, found in result["scores"].items():
+                job.say(f"\n{as_text(name, found)}")
+        dist.on_main(lambda: _keep(job, result))
+        write_result(job, result)
+        return result
 
 
 def _keep(job: Job, result: dict) -> None:
@@ -174,7 +170,7 @@ def _check_result(job: Job, result: dict) -> None:
 
 
 def metrics_on(task: Task, table: str) -> tuple[str, ...]:
-    """Return the metrics of a diagnostic set, or of a labelled test table of `task`."""
+    """Return the metrics of a diagnostic set, or of a labeled test table of `task`."""
     found = [other.metrics for other in diagnostics_of(task.name) if other.name == table]
     return found[0] if found else task.metrics
 

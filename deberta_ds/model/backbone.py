@@ -1,4 +1,14 @@
-"""The model that is fine-tuned and exported: token embedding and encoder."""
+"""The model that is fine-tuned and exported, token embedding and encoder; first values and number
+of parameters of any model.
+
+Source of the first values: microsoft/DeBERTa init_weights: N(0, init_std) for matrices and tables,
+zero biases, unit norms; a discriminator's delta table starts at zero (GDES: it begins with the
+generator's words). The convolution follows the same rule (as transformers does; the official code
+leaves it at PyTorch's default).
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -7,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import Trunk
+
+ZERO_INIT = "starts_at_zero"  # attribute that marks a parameter whose first value is zero
 
 
 class Backbone(nn.Module):
@@ -22,6 +34,27 @@ class Backbone(nn.Module):
                 positions_BL: Tensor | None = None) -> Tensor:
         """Return hidden states [B, L, C]; `segments_BL`: attention mask or documents."""
         return self.trunk(self.words(input_ids_BL), segments_BL, positions_BL)
+
+
+@torch.no_grad()
+def init_parameters(model: nn.Module, std: float, seed: int,
+                    gather: Callable[[nn.Parameter], AbstractContextManager] = nullcontext) -> None:
+    """Set every parameter of `model` from `seed`; the same values at any world size or ZeRO stage.
+
+    `gather` makes one partitioned parameter whole while it is written (ZeRO-3), so no rank ever
+    holds the whole model.
+    """
+    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        with gather(parameter):
+            if name.endswith("bias") or getattr(parameter, ZERO_INIT, False):
+                parameter.zero_()
+            elif id(parameter) in norms:
+                parameter.fill_(1.0)
+            else:
+                values = torch.empty(parameter.shape, dtype=torch.float32)
+                parameter.copy_(values.normal_(0.0, std, generator=generator))
 
 
 def count_parameters(module: nn.Module) -> int:

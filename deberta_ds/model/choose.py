@@ -6,6 +6,7 @@ limits hold is taken. A Triton kernel must agree with torch's operators on this 
 """
 
 import logging
+import os
 import socket
 from functools import lru_cache
 from importlib import import_module
@@ -23,6 +24,8 @@ LARGEST_HEAD = 128  # of fused attention; sizes that are no power of 2 are fille
 LONGEST_SHORT = 512  # longer sequences may have pairs beyond the reach of the relative table
 MOST_PROGRAMS = 65_535  # along the second axis of a launch: one for each sequence and head
 MOST_ELEMENTS = 1 << 31  # the kernels count in 32 bits
+OFF = "DEBERTA_DS_KERNELS"  # "0": no Triton kernels, torch's operators alone
+OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
 OPTIONS = {"attention": "attention", "cross-entropy": "cross_entropy"}  # keys of [model], by idea
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 _HALF = (torch.bfloat16, torch.float16)
@@ -136,11 +139,11 @@ def pick(idea: str, request: Request, mode: str = "auto") -> Choice:
     if not auto:
         return Choice(kernel, f"{option} = {mode!r}")
     why = "; ".join(missed)
-    if kernel.check and not kernel_check.interpreted():
+    if kernel.check and not interpreted():
         try:
             why = kernel_check.check(request, load(kernel.check))
         except UserError as error:
-            remedy = f"set {kernel_check.OFF}=0 (torch's operators for all parts)"
+            remedy = f"set {OFF}=0 (torch's operators for all parts)"
             if idea in OPTIONS:
                 remedy = f"--model.{option}={last} in pretraining, or {remedy}"
             raise UserError(
@@ -155,13 +158,13 @@ def pick(idea: str, request: Request, mode: str = "auto") -> Choice:
 
 def _problem(kernel: Kernel, request: Request) -> str:
     """Return what keeps a kernel from running, or an empty string."""
-    interpreted, size = kernel_check.interpreted(), request.size
-    if kernel.check and (missing := kernel_check.obstacle(request.device)):
+    size = request.size
+    if kernel.check and (missing := obstacle(request.device)):
         return missing
-    if kernel.device not in ("", request.device.type) and not interpreted:
+    if kernel.device not in ("", request.device.type) and not interpreted():
         return "no GPU" if kernel.device == "cuda" else f"it is for {kernel.device}"
     # On a card, attention's tiles do not fit into registers in fp32.
-    known = {*kernel.dtypes, *([torch.float32] if interpreted else [])}
+    known = {*kernel.dtypes, *([torch.float32] if interpreted() else [])}
     if kernel.dtypes and (unknown := {request.dtype, request.state or request.dtype} - known):
         return f"it takes {names_of(kernel.dtypes)}, not {names_of(tuple(unknown))}"
     if kernel.device and request.obstacle:
@@ -169,9 +172,25 @@ def _problem(kernel: Kernel, request: Request) -> str:
     if size > kernel.largest:
         what = "heads of {} are" if kernel.idea == "attention" else "hidden size {} is"
         return f"{what.format(size)} larger than {kernel.largest}"
-    if size % kernel.multiple and not interpreted:
+    if size % kernel.multiple and not interpreted():
         return f"hidden size {size} is no multiple of {kernel.multiple}"
     return "it lacks a position term" if any(request.terms[kernel.terms:]) else ""
+
+
+def obstacle(device: torch.device) -> str:
+    """Return what keeps any Triton kernel from running on a device, or an empty string."""
+    if os.environ.get(OFF) == "0":
+        return f"{OFF}=0"
+    if device.type != "cuda" and not interpreted():
+        return "no GPU"
+    if not interpreted() and torch.cuda.get_device_capability(device) < OLDEST:
+        return "the card has no compute capability {}.{}".format(*OLDEST)
+    return ""
+
+
+def interpreted() -> bool:
+    """Return whether Triton runs its kernels on the CPU, as tests have it."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def names_of(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -188,10 +207,12 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
     weights, matmuls: their dtypes, which differ under autocast. length: of a sequence. without:
     ideas that it does not have. Raises UserError for a kernel that fails its check on this card.
     """
-    from deberta_ds.model.attention.geometry import Geometry, make_band  # its package imports this
+    long = length > LONGEST_SHORT
+    if device.type == "cuda" and not long:  # a kernel without a check does not ask
+        from deberta_ds.model.attention.geometry import Geometry, make_band  # which imports this
 
-    reach = Geometry(model.largest_distance, model.position_buckets).reach
-    long = length > LONGEST_SHORT or make_band(reach, length).far
+        reach = Geometry(model.largest_distance, model.position_buckets).reach
+        long = make_band(reach, length).far
     terms = tuple(term in model.position_terms for term in TERMS)
     states = Request(device, matmuls, model.hidden_size, weights)
     separate = "autocast" if weights != matmuls else "ZeRO-3" if zero_stage == 3 else ""

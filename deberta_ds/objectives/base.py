@@ -7,15 +7,14 @@ show, model files for the networks inside a state dict. docs/how-to/extend.md: f
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from deberta_ds.base.user_code import short_name
 from deberta_ds.config.run_config import ModelConfig, RunConfig
-from deberta_ds.data.batch import Batch
+from deberta_ds.data.rows import Batch
 from deberta_ds.tokenizer import Tokenizer
 
 Tensors = dict[str, Tensor]
@@ -31,7 +30,7 @@ class Metric:
     title: str
     note: str  # one sentence under the title of its chart
     unit: str = "number"  # number, share, gain (signed), tenths
-    network: str = "model"  # whose number it is: a group of columns and a colour
+    network: str = "model"  # whose number it is: a group of columns and a color
     # The baseline: a label, and its value in an evaluation's record (KeyError: unknown).
     baseline: tuple[str, Callable[[dict], float]] | None = None
     is_loss: bool = False  # logged at training steps too, drawn among the losses
@@ -65,12 +64,6 @@ MINIMAL_PAIRS = Metric(
     "Share of sentence pairs whose grammatical one is the more probable; of 200 pairs, within 7 "
     "points.", "share", "grammar",
     ("chance", lambda record: 0.5), in_tile=True, noise=0.07)
-
-
-def own_metrics(values: Iterable[str]) -> tuple[Metric, ...]:
-    """Return how the scores of evaluate.metrics, each FILE.py:NAME, are shown."""
-    return tuple(Metric(short_name(value), short_name(value).replace("_", " ").capitalize(),
-                        f"By {value}.", network="own", in_tile=True) for value in values)
 
 
 class Objective(Protocol):
@@ -176,11 +169,3 @@ def masked_lm_parameters(tensors: Tensors, prefix: str) -> Tensors:
     return {"words.weight": tensors["words.weight"]} | {
         prefix + name.removeprefix("mlm_"): tensor for name, tensor in tensors.items()
         if name.startswith(("trunk.", "mlm_head.", "positions.weight"))}
-
-
-def decoder_problem(layers: int, absolute_input: bool, key: str) -> list[str]:
-    """Return what is wrong with a masked LM too shallow for the enhanced mask decoder."""
-    if layers >= 2 or absolute_input:
-        return []
-    return [f"{key} gives {layers} layer; the enhanced mask decoder needs at least 2: write {key} "
-            "= 2"]

@@ -1,18 +1,18 @@
 """RunConfig -> its objective, and the model that is trained."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.user_code import is_own, load
+from deberta_ds.base.user_code import is_own, load, short_name
 from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.encoder import Encoder
 from deberta_ds.model.parts import parameters_in, parts_of
 from deberta_ds.objectives import mlm, rtd, rtd_cached
-from deberta_ds.objectives.base import Objective
+from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
 
 # The kinds of config.ObjectiveConfig.
 OBJECTIVES: dict[str, Objective] = {"mlm": mlm, "rtd": rtd, "rtd_cached": rtd_cached}
@@ -33,6 +33,17 @@ def objective_named(kind: str) -> Objective:
         raise UserError(f"objective.kind: {kind} lacks {', '.join(missing)}; write them as "
                         "deberta_ds/objectives/base.py says, or take another objective's")
     return found
+
+
+def own_metrics(values: Iterable[str]) -> tuple[Metric, ...]:
+    """Return how the scores of evaluate.metrics, each FILE.py:NAME, are shown."""
+    return tuple(Metric(short_name(value), short_name(value).replace("_", " ").capitalize(),
+                        f"By {value}.", network="own", in_tile=True) for value in values)
+
+
+def metrics_of(run: RunConfig) -> tuple[Metric, ...]:
+    """Return all scores that evaluations of a run may have."""
+    return *objective_of(run).METRICS, MINIMAL_PAIRS, *own_metrics(run.evaluate.metrics)
 
 
 def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:

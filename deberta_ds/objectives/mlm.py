@@ -11,9 +11,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from deberta_ds.config import objective
+from deberta_ds.config.model import decoder_problems
 from deberta_ds.config.run_config import ModelConfig, RunConfig
-from deberta_ds.data.batch import IGNORE, Batch, Row, collate
-from deberta_ds.data.masking import word_spans
+from deberta_ds.data.masking import IGNORE, word_spans
+from deberta_ds.data.rows import Batch, Row, collate
 from deberta_ds.model import flops
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm
@@ -32,7 +33,7 @@ def encoders(run: RunConfig) -> dict[str, ModelConfig]:
 
 
 def problems(run: RunConfig) -> list[str]:
-    return base.decoder_problem(run.model.num_layers, run.model.absolute_input, "model.num_layers")
+    return decoder_problems(run.model.num_layers, run.model, "model.num_layers")
 
 
 class MlmModel(nn.Module):

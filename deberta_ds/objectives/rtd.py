@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from deberta_ds.base.numbers import format_value
 from deberta_ds.base.splitmix import GAMMA, mix_tensor, shift_right, signed
 from deberta_ds.config import objective
+from deberta_ds.config.model import decoder_problems
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, RunConfig
 from deberta_ds.model import flops
+from deberta_ds.model.backbone import ZERO_INIT
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.model.init import ZERO_INIT
 from deberta_ds.objectives import base
 from deberta_ds.objectives.base import Forward, Metric, Numbers, Tensors
 from deberta_ds.objectives.mlm import SENTENCES_AT_ONCE, padded
@@ -63,8 +64,8 @@ def encoders(run: RunConfig) -> dict[str, ModelConfig]:
 
 
 def problems(run: RunConfig) -> list[str]:
-    return base.decoder_problem(encoders(run)["generator"].num_layers, run.model.absolute_input,
-                                "objective.generator_layers")
+    return decoder_problems(encoders(run)["generator"].num_layers, run.model,
+                            "objective.generator_layers")
 
 
 class Discriminator(nn.Module):

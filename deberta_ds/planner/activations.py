@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.data.batch import Batch
+from deberta_ds.data.rows import Batch
 from deberta_ds.model import encoder, linear_cross_entropy
 from deberta_ds.model.attention.dropout import WORD_KEYS
 from deberta_ds.model.attention.geometry import make_band, padded

@@ -114,11 +114,11 @@ def open_devices(words: str, *figures: float | None) -> Devices:
     found = re.fullmatch(r"(?:(\d+) *x *(?=\d))?(?:(\d+)\s*x?\s*)?([a-zA-Z].*)", words.strip())
     nodes, count = (int(found[1] or 1), int(found[2] or 1)) if found else (0, 0)
     name = found[3] if found else ""
-    is_cpu = name.lower() == "cpu"
+    is_cpu = name.lower() in ("cpu", "cpus")
     if not nodes * count or count > 8 and count % 8 and not is_cpu:
         raise UserError(f'--devices {words}: give a number and a name, such as "2 cpu" (cores) or '
                         '"4 x a100"; above 8 GPUs a multiple of 8, or "2 x 4 x a100": 2 nodes of 4')
-    gpu = card_of(name, *figures)
+    gpu = card_of("cpu" if is_cpu else name, *figures)
     if is_cpu:
         return Devices(*cpu_ranks(gpu, count), nodes, cpu.deepspeed_json())
     precision, gpus = "bf16" if gpu.peak("bf16") else "fp16", min(count, 8)
@@ -153,7 +153,7 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
     fitting = max(1, min(of_rank, _MICRO_TOKENS[gpu.is_cpu] // length))
     micro, best, chosen = 1 << fitting.bit_length() - 1, None, 0
     batch = ranks * micro * max(1, round(of_rank / micro))
-    changes |= {"train.global_batch_size": (batch, f"{batch * length:,} tokens an update")}
+    changes |= {"train.global_batch_size": (batch, f"{batch * length:,} tokens per update")}
     # Smaller ones are only faster while they need less recomputation.
     while micro and (best is None or best.checkpointing != "none"):
         run = _run(file, changes | {"train.micro_batch_size": (micro, "")})

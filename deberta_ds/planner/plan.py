@@ -15,9 +15,8 @@ and backward) and (update).
 
 from dataclasses import dataclass, replace
 
-from deberta_ds.base.errors import UserError, tell
+from deberta_ds.base.errors import UserError, raise_problems, tell
 from deberta_ds.config.batch_schedule import micro_batches, problems_with_ranks, stretches
-from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import Gpu
@@ -189,7 +188,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
         for stage in (0, 1, 2, 3):
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
             if ds_config.problems_between(staged):
-                continue  # pretrain would refuse it
+                continue  # pretrain would reject it
             summed = are_summed(staged, accumulation > 1) or not obstacle(
                 run, staged, "cpu" if gpu.is_cpu else "cuda")
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1, summed)
@@ -225,7 +224,7 @@ def advise(run: RunConfig, ds: dict, best: Choice, parameters: int, *, gpu: Gpu,
     lines = []
     if larger := _larger_micro_batch(run, best, ranks, gpu):
         each = run.train.global_batch_size // ranks
-        lines.append(f"train.micro_batch_size = {larger} would fit too: micro-batches a step "
+        lines.append(f"train.micro_batch_size = {larger} would fit too: micro-batches per step "
                      f"{each // larger} instead of {each // run.train.micro_batch_size}")
     if ranks >= _MANY_RANKS:
         lines.append(f"reduce_bucket_size = {_MANY_RANKS_BUCKET:,} to {BUCKET:,}: "
@@ -242,9 +241,9 @@ def advise(run: RunConfig, ds: dict, best: Choice, parameters: int, *, gpu: Gpu,
 
 
 def offloaded(choices: list[Choice], gpus: int) -> list[str]:
-    """Return what a host needs besides its GPUs, and what the times lack; [] without offload."""
+    """Return what a node needs besides its GPUs, and what the times lack; [] without offload."""
     most = max(choice.memory.offloaded for choice in choices)
-    return [f"offload: {gpus * most / 1e9:,.1f} GB of each host's memory (or disk, where the JSON "
+    return [f"offload: {gpus * most / 1e9:,.1f} GB of each node's memory (or disk, where the JSON "
             "says nvme); the CPU's Adam and the transfers are not in the times"] if most else []
 
 

@@ -157,7 +157,7 @@ def check_repository(name: str) -> None:
 def push(directory: Path, repository: str, private: bool = False) -> str:
     """Upload all files in one commit, making the repository if there is none; return its address.
 
-    UserError if the Hub refuses, or cannot be reached; nothing is committed then.
+    UserError if the Hub rejects it, or cannot be reached; nothing is committed then.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError

@@ -25,7 +25,7 @@ from deberta_ds.release.networks import Network, Release
 
 TOLERANCE = 1e-4  # of the largest output, or of 1: two orders of summation in fp32
 MODEL, QUANTIZED = "model.onnx", "model_quantized.onnx"
-_OF_TEXTS = ("ForSequenceClassification", "ForMultipleChoice")  # the others answer by token
+_OF_TEXTS = ("ForSequenceClassification", "ForMultipleChoice")  # others: for each token
 _INLINE_BYTES = 1_500_000_000  # protobuf ends at 2 GiB
 
 

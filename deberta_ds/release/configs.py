@@ -1,7 +1,7 @@
 """Model configurations: ours <-> Hugging Face `config.json` <-> microsoft `model_config.json`.
 
 A foreign configuration that our encoder does not compute (token types, factorized embeddings,
-position-to-position attention ...) is refused with the key that asks for it; nothing is ignored.
+position-to-position attention ...) is rejected with the key that asks for it; nothing is ignored.
 Sources: transformers' configuration_deberta*.py, microsoft/DeBERTa deberta/config.py, and the
 config.json files of the released models.
 """

@@ -29,11 +29,6 @@ from deberta_ds.release.tokenizer_files import copy_tokenizer_files, find_tokeni
 MODEL_FILE, FORMAT = "model.json", "deberta_ds-1"
 
 
-def is_ours(directory: Path) -> bool:
-    """Return whether a directory was written by `write_ours`."""
-    return (directory / MODEL_FILE).is_file()
-
-
 def read_ours(directory: Path) -> Release:
     """Return the release of a consolidated directory."""
     tensors, _ = read_tensors(directory / SAFETENSORS)

@@ -5,7 +5,7 @@ Formats, told apart by their files:
     foreign     config.json or model_config.json next to safetensors or `.bin` files: Hugging Face
                 directories, microsoft pairs, official training output (discriminator/, generator/)
 
-Public files mix the two foreign worlds (config.json beside a `.bin` with microsoft's heads), so one
+Public files mix both foreign worlds (config.json next to a `.bin` with microsoft's heads), so one
 reader serves both and goes by the names of the tensors.
 """
 
@@ -62,7 +62,7 @@ class LoadedModel:
         """UserError if rows of `tokens` are longer than the positions of this model, of `place`."""
         if tokens > self.model_config.max_position:
             raise UserError(f"{place}: has {self.model_config.max_position} positions, but the "
-                            f"rows have up to {tokens} tokens")
+                            f"sequences have up to {tokens} tokens")
 
 
 def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_text: bool = False
@@ -74,7 +74,7 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
     """
     release = read_release(path, tokenizer)
     if for_text and release.tokenizer is None:
-        Tokenizer.of_files(release.tokenizer_files, Path(path))  # says what is missing
+        Tokenizer(path, release.tokenizer_files)  # says what is missing
     return loaded(release)
 
 
@@ -101,7 +101,7 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     said: Callable[[str], str] = str  # our own names
     if _is_run(path):
         release = native.read_checkpoint(path)
-    elif native.is_ours(path):
+    elif _is_ours(path):
         release = native.read_ours(path)
     else:
         release = _read_foreign(path)
@@ -152,7 +152,7 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
     path = _existing(source)
     if _is_run(path):
         return native.shapes_of_checkpoint(path)
-    if native.is_ours(path):
+    if _is_ours(path):
         return {name: config for name, (config, _) in native.describe_ours(path).items()}
     shapes = {}
     for name, (weights, values, place) in _find_foreign(path).items():
@@ -174,13 +174,15 @@ def read_tokenizer(source: str | Path) -> Tokenizer | None:
     directory = _existing(source)
     if _is_run(directory):
         directory = newest(directory)
-    elif not native.is_ours(directory):
+    elif not _is_ours(directory):
         directory = _find_foreign(directory)["main"][0].parent
     return open_tokenizer(find_tokenizer_files(directory))
 
 
 def _existing(source: str | Path) -> Path:
-    path = local_copy(source)
+    path = Path(source)
+    if not path.exists():
+        path = local_copy(source)
     if not path.exists():
         raise UserError(f"{path}: no such file or directory{looked_in(path)}")
     if not (path.is_dir() or path.is_file()):
@@ -191,7 +193,12 @@ def _existing(source: str | Path) -> Path:
 def _is_run(path: Path) -> bool:
     """Return whether a directory is a checkpoint, or a run's, be it one that has none yet."""
     return (path / "run.json").exists() or (path / "checkpoints").is_dir() or (
-        is_unsaved_run(path) and weight_file(path) is None and not native.is_ours(path))
+        weight_file(path) is None and not _is_ours(path) and is_unsaved_run(path))
+
+
+def _is_ours(directory: Path) -> bool:
+    """Return whether a directory was written by `native.write_ours`."""
+    return (directory / native.MODEL_FILE).is_file()
 
 
 # Of one network: its weights, its configuration as it is written, and the place of that.

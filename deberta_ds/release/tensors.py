@@ -1,7 +1,7 @@
 """Reading weight files from anywhere: safetensors, and `.bin` without running what is in it.
 
 A `.bin` is a pickle; it is only ever read with `weights_only=True`, which builds tensors and plain
-containers and refuses everything else.
+containers and rejects everything else.
 """
 
 import io
@@ -88,7 +88,7 @@ def _read_pickle(path: Path) -> dict:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except pickle.UnpicklingError:
-        raise UserError(f"{path}: refused: the pickle holds more than tensors, or is damaged; "
+        raise UserError(f"{path}: rejected: the pickle holds more than tensors, or is damaged; "
                         "code in it was not run. Ask its author for safetensors") from None
     except _DAMAGE as error:
         raise UserError(f"{path}: damaged or truncated weight file ({first_line(error)}); fetch it "

@@ -51,7 +51,7 @@ def open_tokenizer(files: Files) -> Tokenizer | None:
     """Return the tokenizer among a directory's files; None if there is none that is read."""
     for names in FORMS:
         if set(names) <= files.keys():
-            return Tokenizer.of_files(files, files[names[0]].path.parent)
+            return Tokenizer(files[names[0]].path.parent, files)
     return None
 
 

@@ -25,7 +25,7 @@ from deberta_ds.release.networks import Network, Release, derive_words
 from deberta_ds.release.read_back import SENTENCES
 from deberta_ds.release.reader import read_release, read_tokenizer
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tokenizer.words import byte_of, bytes_of_piece, character_starts_word
+from deberta_ds.tokenizer.words import byte_of, bytes_of_subword, character_starts_word
 
 REPORT = "vocabulary.json"
 CLASSES = ("shared", "composed", "random", "bytes")  # bytes: of bytes alone, so random, too
@@ -113,7 +113,7 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
     for number, piece, text in zip(numbers, tokenizer.subwords(numbers),
                                    tokenizer.readable(numbers), strict=True):
         is_broken = tokenizer.kind == "byte_level" and "\\x" in text
-        data = (bytes_of_piece if is_broken else byte_of)(piece)
+        data = (bytes_of_subword if is_broken else byte_of)(piece)
         if data is not None:
             text = data.decode("utf-8", "surrogateescape")
         elif tokenizer.kind in ("wordpiece", "words") and text[1:] and character_starts_word(

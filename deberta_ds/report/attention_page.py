@@ -25,7 +25,7 @@ from deberta_ds.report.pages import render
 
 MAX_PAIRS = 1_000_000  # about 5 MB of page
 _POSITIVE, _NEGATIVE = (0x6C, 0x63, 0xF5), (0xE0, 0x86, 0x1C)  # as in script.js
-_LABELLED_TOKENS = 24  # next to a map, more would overlap
+_LABELED_TOKENS = 24  # next to a map, more would overlap
 _STEPS = 9999  # of the integers that stand for a map's numbers
 
 
@@ -51,7 +51,7 @@ def write_attention(model_path: str, text: str, layers: list[int] | None, heads:
         by_layer.setdefault(one.layer, []).append(_head(one))
     write_atomic(out, render(
         "attention.html", model=str(model_path), text=text, pieces=json.dumps(pieces),
-        shown=pieces, labelled=len(pieces) <= _LABELLED_TOKENS, layers=by_layer,
+        shown=pieces, labeled=len(pieces) <= _LABELED_TOKENS, layers=by_layer,
         charts=_charts(position_similarity(model, layers))))
     if png:
         write_picture(picture, pieces, found)
@@ -133,7 +133,7 @@ def write_picture(path: Path, pieces: list[str], found: list[HeadParts]) -> None
     grid = figure.subplots(len(found), columns, squeeze=False)
     figure.subplots_adjust(0.9 / (2.1 * columns + 1), 0.7 / (height + 1.1), 0.99,
                            1 - 0.3 / (height + 1.1), 0.06, 0.06)
-    labelled = len(pieces) <= _LABELLED_TOKENS
+    labeled = len(pieces) <= _LABELED_TOKENS
     # A dollar sign would begin a formula.
     names = [piece.replace("$", r"\$") for piece in pieces]
     for one, row, planes in zip(found, grid, rows, strict=True):
@@ -143,9 +143,9 @@ def write_picture(path: Path, pieces: list[str], found: list[HeadParts]) -> None
             axes.set_yticks([])
             if one is found[0]:
                 axes.set_title(name, fontsize=8)
-            if one is found[-1] and labelled:
+            if one is found[-1] and labeled:
                 axes.set_xticks(range(len(names)), names, rotation=90, fontsize=5)
         row[0].set_ylabel(f"layer {one.layer}, head {one.head}", fontsize=8)
-        if labelled:
+        if labeled:
             row[0].set_yticks(range(len(names)), names, fontsize=5)
     figure.savefig(path, dpi=120)

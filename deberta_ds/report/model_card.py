@@ -83,7 +83,7 @@ class Training:
 
 @checked(config=READ, frozen=True)
 class _Table:
-    """The scores of a labelled table."""
+    """The scores of a labeled table."""
 
     examples: Count
     metrics: dict[Text, dict[Text, Score]]  # {name: {"value", "low", "high"}}
@@ -234,7 +234,7 @@ def _of_finetuned(directory: Path) -> Training:
 
 
 def _add_tables(training: Training, task: Task, result: _Result) -> None:
-    """Add the scores of a fine-tuned model's labelled tables, and the names of their files."""
+    """Add the scores of a fine-tuned model's labeled tables, and the names of their files."""
     training.scores_note = ("With 95 % bootstrap intervals. The kept evaluation was chosen on the "
                             "validation set.")
     files = {key.removeprefix(TEST): file for key, file in task.files.items()}

@@ -11,7 +11,7 @@ from torch import nn
 
 from deberta_ds.base.files import write_atomic
 from deberta_ds.evaluate.fill_mask import Filling, fill_mask, load_masked_lm
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.release.reader import LoadedModel
 from deberta_ds.report import charts, tables
 from deberta_ds.report.charts import Chart, Series
@@ -108,7 +108,7 @@ def filled_masks(run_directory: str | Path, texts: Sequence[str]) -> Table:
 
 
 def _untrained(model: LoadedModel) -> LoadedModel:
-    assert model.masked_lm is not None, "load_masked_lm refuses a model without"
+    assert model.masked_lm is not None, "load_masked_lm rejects a model without"
     words, masked_lm = copy.deepcopy(model.masked_lm)
     init_parameters(nn.ModuleList([words, masked_lm]), model.model_config.init_std, seed=0)
     return replace(model, masked_lm=(words, masked_lm))

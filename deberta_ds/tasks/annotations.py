@@ -41,8 +41,8 @@ def _entity(text: str, part: Any) -> Entity:
         raise ValueError(f"{part!r} is no entity; it is [start, end, label]. Convert exports of "
                          "annotation tools with examples/convert_annotations.py")
     if not 0 <= start < end <= len(text) or not text[start:end].strip():
-        raise ValueError(f"{name} [{start}, {end}) is no piece of a text of {len(text)} characters,"
-                         " which are counted from 0, not bytes or units of UTF-16")
+        raise ValueError(f"{name} [{start}, {end}) is no part of a text of {len(text)} characters, "
+                         "which are counted from 0, not bytes or units of UTF-16")
     part = text[start:end]
     start += len(part) - len(part.lstrip())
     return start, start + len(part.strip()), name

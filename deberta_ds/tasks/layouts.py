@@ -51,7 +51,7 @@ class Example:
     place: str = field(default="", compare=False)  # file and line it was read from
 
 
-def is_labelled(example: Example) -> bool:
+def is_labeled(example: Example) -> bool:
     """Return whether an example can be scored."""
     return example.label is not None or bool(example.gold)
 
@@ -209,7 +209,7 @@ def _answer_start(line: Line, context: str, text: Any, start: Any) -> int:
     if type(start) is int and start >= 0 and context.startswith(text, start):
         return start
     if found < 0:
-        line.fail(f'answer {show(text)} is nowhere in field "{name}"; an answer must be a piece of '
+        line.fail(f'answer {show(text)} is nowhere in field "{name}"; an answer must be a part of '
                   "it, letter by letter")
     line.fail(f'answer {show(text)} is not at character {show(start)} of field "{name}"; it is at '
               f"{found} (characters are counted from 0, not bytes)")

@@ -38,7 +38,11 @@ class Line:
             self.fail(f'field "{where}" is missing{self.without_label(name)}')
         value = self.value[name]
         if type(value) is not kind and kind is not object:
-            self.fail(f'field "{where}" must be {_NAMES[kind]}, found {show(value)}')
+            lists = [self.named(key) for key, found in self.value.items()
+                     if isinstance(found, list) and len(found) == len(value)
+                     ] if kind is str and isinstance(value, list) and self.is_own else []
+            self.fail(f'field "{where}" must be {_NAMES[kind]}, found {show(value)}' + bool(lists)
+                      * f"; write one text, or a row for each (in pandas: explode({lists}))")
         if kind is str:
             self.check_text(where, value, may_be_blank or name == "word")
         return value

@@ -7,7 +7,7 @@ from itertools import islice
 from textwrap import shorten
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.tasks.layouts import Example, is_labelled
+from deberta_ds.tasks.layouts import Example, is_labeled
 from deberta_ds.tasks.metrics import spans_of
 from deberta_ds.tasks.readers import Split, count_shared, read_split
 from deberta_ds.tasks.tables import Faults, read_table
@@ -26,9 +26,10 @@ def look(task: Task, data: str) -> Iterator[str]:
     for name in ("train", "val", "test"):
         try:
             split = read_split(task, data, name, any_size=True, faults=Faults(_EVERY))
-        except NoSplitError:
+        except NoSplitError as error:
             share = task.val_share if name == "val" else 0
-            yield f"{name}: " + (f"{share:.0%} of train (val_share)" if share else "none")
+            lines = str(error).splitlines() if not task.files else ["none"]  # of a benchmark
+            yield f"{name}: " + (f"{share:.0%} of train (val_share)" if share else lines[0])
             continue
         train = train or split
         yield f"\n{name}: {split.source}: {len(split.examples):,} examples"
@@ -67,7 +68,7 @@ def _counts(split: Split) -> Iterator[str]:
     labels: Counter[str] = Counter()
     for example in examples:
         names = _names(task, example)
-        labels.update(["with a label" if is_labelled(example) else "without a label"]
+        labels.update(["with a label" if is_labeled(example) else "without a label"]
                       if names is None else names)
     yield "  " + shorten(", ".join(f"{name}: {n:,}" for name, n in labels.most_common()), 400)
 

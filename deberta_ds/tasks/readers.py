@@ -27,7 +27,7 @@ from deberta_ds.tasks.layouts import Example, examples_of
 from deberta_ds.tasks.line import line_format
 from deberta_ds.tasks.tables import Faults, each_row
 from deberta_ds.tasks.task import TASK_NAMES, NoSplitError, TableForm, Task
-from deberta_ds.tokenizer.text import normalise, normalise_all
+from deberta_ds.tokenizer.text import normalize, normalize_all
 
 # RuntimeError: encrypted, or packed in a way that Python cannot unpack.
 ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
@@ -127,8 +127,8 @@ class Split:
 
     @cached_property  # train is compared with every other split
     def text_keys(self) -> list[bytes]:
-        """A digest of the texts of each example: tokenizers read normalised ones."""
-        texts = iter(normalise_all([text for example in self.examples
+        """A digest of the texts of each example: tokenizers read normalized ones."""
+        texts = iter(normalize_all([text for example in self.examples
                                     for texts in example.sequences for text in texts])[0])
         return [xxhash.xxh3_128_digest("\1".join(
             "\0".join(next(texts) for _ in sequence) for sequence in example.sequences).encode())
@@ -168,9 +168,9 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
             examples += found
         except UserError as error:
             faults.add(place, error)
-    labelled = [example for example in examples if example.label is not None]
-    if split == "test" and task.ignore_labels and labelled:
-        ignored, examples = ignored + len(examples) - len(labelled), labelled
+    labeled = [example for example in examples if example.label is not None]
+    if split == "test" and task.ignore_labels and labeled:
+        ignored, examples = ignored + len(examples) - len(labeled), labeled
     left_out = f"{ignored:,} of {total:,} rows are left out by ignore_labels" if ignored else ""
     notes = [faults.check(total), left_out]
     if impossible:
@@ -222,7 +222,7 @@ def count_shared(first: Split, second: Split) -> tuple[int, str]:
 
 
 def check_targets(split: Split) -> None:
-    """Raise UserError unless a labelled split has something to learn, or to be scored by."""
+    """Raise UserError unless a labeled split has something to learn, or to be scored by."""
     head, labels = split.task.head, [example.label for example in split.examples]
     if head == "multilabel" and not any(any(label) for label in labels):
         problem = "no row has any of the labels, so F1 is not defined"
@@ -247,14 +247,14 @@ def has_split(task: Task, data: str | Path, split: str) -> bool:
 
 
 def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
-    """Return (train, val) cut from a labelled split, no passage in both; a function of `seed`.
+    """Return (train, val) cut from a labeled split, no passage in both; a function of `seed`.
 
     For a set whose train file is not at hand. Rows that share their passage (the first text, of
     SQuAD the second) stay together.
     """
     groups: dict[str, list[Example]] = {}
     for example in val.examples:
-        text = normalise(example.sequences[0][val.task.long_text])
+        text = normalize(example.sequences[0][val.task.long_text])
         groups.setdefault(text, []).append(example)
     texts = sorted(groups)
     random.Random(seed).shuffle(texts)

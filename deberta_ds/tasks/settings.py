@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.config.options import STRICT, ConfigError, nearest, option, validate
+from deberta_ds.base.errors import ConfigError
+from deberta_ds.config.options import STRICT, nearest, option, validate
 from deberta_ds.config.run_config import ModelConfig, OptimConfig
 from deberta_ds.config.toml_files import parse_override, read_toml, set_value
 from deberta_ds.tasks.task import Task

@@ -251,6 +251,9 @@ def _check_names(task: Task, own: Any, counts: Counter[str], rows: list[Row]) ->
                             f"{ascii(other)} and {ascii(label)}; write them in one way")
     if own.labels or task.head == "tags":
         return
+    if {"true", "false"} & alike.keys() and {"0", "1"} & alike.keys():
+        raise UserError(f"{train}: column {own.label!r} has true or false, and 0 or 1; write them "
+                        "in one way, or name all labels with labels = [...]")
     none = [alike[name] for name in NO_LABEL if name in alike and alike.keys() != {"-1", "1"}]
     if none:
         raise UserError(f"{train}: {counts[none[0]]} rows have the label {none[0]!r}, which "

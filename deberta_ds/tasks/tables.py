@@ -109,8 +109,9 @@ def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: Ta
     if suffix in _EXPORTED:
         raise UserError(f"{path}: a {suffix} is not read; export it as CSV (UTF-8) or JSON lines")
     if suffix not in TABLE_KINDS:
-        raise UserError(f"{path}: unknown kind of table; the ending must be one of {_KINDS}. A file"
-                        f" with a word per line (CoNLL, ...): {convert(path)}")
+        raise UserError(f"{path}: unknown kind of table; the ending must be one of {_KINDS}. A text"
+                        " per line: put the name of its column before the first, and call it .tsv. "
+                        f"A word per line (CoNLL, ...): {convert(path)}")
     how: dict[str, Any] = {"delimiter": form.delimiter, "encoding": form.encoding}
     how["quoted"] = is_quoted(path, **how) if form.quoted is None and suffix == ".tsv" and (
         not headless) else form.quoted

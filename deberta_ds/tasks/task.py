@@ -63,7 +63,7 @@ class Task:
     also_at: tuple[str, ...] = ()  # of a task of one table: where else it may lie under the data
     # Field -> the table's column; "group" is the one by whose values scores are parted.
     columns: Mapping[str, str] = field(default_factory=dict)
-    headless: tuple[str, ...] = ()  # the columns of labelled tables that have no header line
+    headless: tuple[str, ...] = ()  # the columns of labeled tables that have no header line
     may_be_blank: bool = False  # a text may be empty where another one is not
     broken_rows: int = 0  # rows with too few columns that the official tables are known to have
     hub: str = ""  # name of the configuration in the Hub's repository

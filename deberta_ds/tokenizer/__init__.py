@@ -4,14 +4,14 @@ tokenizer.py what the rest of the project uses; files.py which files a path mean
 tokens; words.py where words start; kinds.py, fast.py `tokenizers`; spm.py SentencePiece.
 """
 
-from deberta_ds.tokenizer.spm import MASK_PIECE, SPECIAL_PIECES
+from deberta_ds.tokenizer.spm import MASK_TOKEN, SPECIAL_TOKENS
 from deberta_ds.tokenizer.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.tokenizer.words import (
     SPACE_MARK,
     UNSPACED_SCRIPTS,
-    piece_starts_word,
     starts_official_word,
+    subword_starts_word,
 )
 
-__all__ = ["MASK_PIECE", "SPACE_MARK", "SPECIAL_PIECES", "UNSPACED_SCRIPTS", "Tokenizer",
-           "piece_starts_word", "starts_official_word", "unknown_tokens"]
+__all__ = ["MASK_TOKEN", "SPACE_MARK", "SPECIAL_TOKENS", "UNSPACED_SCRIPTS", "Tokenizer",
+           "subword_starts_word", "starts_official_word", "unknown_tokens"]

@@ -24,9 +24,9 @@ import tokenizers
 
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.tokenizer import words
-from deberta_ds.tokenizer.files import Files, read_settings
-from deberta_ds.tokenizer.kinds import piece_kind, read_specification, what_is_lost
-from deberta_ds.tokenizer.roles import check_roles, look_up_roles, token_name
+from deberta_ds.tokenizer.files import Files, read_settings, token_name
+from deberta_ds.tokenizer.kinds import read_specification, subword_kind, what_is_lost
+from deberta_ds.tokenizer.roles import check_roles, look_up_roles
 
 # Workers are processes here; threads inside each would share the same cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -48,7 +48,7 @@ class FastEngine:
         self.place = next(iter(files.values())).path
         settings = read_settings(files)
         self.specification = read_specification(files, settings)
-        self.kind, self._prefix = piece_kind(self.specification, self.place)
+        self.kind, self._prefix = subword_kind(self.specification, self.place)
         self.lost = what_is_lost(self.specification, self.kind)
         added = {token["content"]: token["id"] for token in self.specification["added_tokens"]}
         ids = vocabulary_ids(self.specification) | added
@@ -71,7 +71,7 @@ class FastEngine:
         marked: dict[str, Callable[[int], str]] = {
             "byte_level": lambda number: self._byte_level_text(number, "replace").replace(
                 " ", words.SPACE_MARK), "metaspace": self.pieces.__getitem__}
-        self.official_piece = marked.get(self.kind)  # the piece with U+2581 for a space
+        self.official_subword = marked.get(self.kind)  # the piece with U+2581 for a space
         self._fast = _load(self.specification, set(self.roles.values()), self.place)
 
     def _identity(self) -> str:
@@ -112,21 +112,21 @@ class FastEngine:
         if number in self._added or self.kind == "words":
             return True
         if self.kind == "byte_level":
-            data = words.bytes_of_piece(piece)
+            data = words.bytes_of_subword(piece)
             return data is None or words.bytes_start_word(data)
         if self.kind == "wordpiece":
             rest = piece.removeprefix(self._prefix)  # the prefix marks what continues a word
             return rest == piece or (bool(rest) and words.is_unspaced(rest[0]))
-        return words.piece_starts_word(piece)
+        return words.subword_starts_word(piece)
 
     def _byte_level_text(self, number: int, errors: str) -> str:
-        data = words.bytes_of_piece(self.pieces[number])
+        data = words.bytes_of_subword(self.pieces[number])
         return self.pieces[number] if data is None else data.decode("utf-8", errors)
 
     def bytes_of(self, number: int) -> bytes | None:
         if number in self._added:
             return None
-        of_piece = words.bytes_of_piece if self.kind == "byte_level" else words.byte_of
+        of_piece = words.bytes_of_subword if self.kind == "byte_level" else words.byte_of
         return of_piece(self.pieces[number])
 
     def readable(self, number: int) -> str:

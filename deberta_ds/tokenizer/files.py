@@ -12,8 +12,9 @@ import itertools
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from deberta_ds.base.errors import UserError, looked_in, refuse_pipe
+from deberta_ds.base.errors import UserError, looked_in
 from deberta_ds.base.files import ReadFile, read_file
 from deberta_ds.base.json_files import read_json
 from deberta_ds.tokenizer.vocabularies import VOCABULARIES
@@ -23,6 +24,7 @@ SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
 NAMES, ADDED = "special_tokens_map.json", "added_tokens.json"
 OTHER_MODELS = ("spiece.model", "tokenizer.model")
 _EXTRA = (SETTINGS, NAMES, ADDED)
+_TOKENS = [f"{role}_token" for role in ("pad", "cls", "sep", "unk", "mask", "bos", "eos")]
 _PICKLE = "bpe_encoder.bin"
 # All that a tokenizer is made from; in a directory the first that is there.
 FORMS = ((SPM,), (JSON,), *(kind.files for kind in VOCABULARIES))
@@ -36,8 +38,7 @@ def find_files(path: Path) -> Files:
     if path.is_dir():
         return choose(read_known(path, (*itertools.chain(*FORMS), _PICKLE, *_EXTRA, *OTHER_MODELS)),
                       path)
-    refuse_pipe(path)
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{path}: cannot read the tokenizer (no such file{looked_in(path)}); give "
                         f"{KINDS}, or train one with data_prep/train_tokenizer.py")
     extra = read_known(path.parent, _EXTRA)
@@ -100,7 +101,8 @@ def _pickle_message(path: Path) -> str:
 
 
 def read_settings(files: Files) -> dict:
-    """Return what stands next to the vocabulary: names of special tokens, settings, added tokens.
+    """Return what stands next to the vocabulary: names of special tokens (f"{role}_token": text),
+    settings, added tokens.
 
     `added_tokens` is {content: (id, facts)}, of added_tokens.json and `added_tokens_decoder`.
     """
@@ -114,8 +116,16 @@ def read_settings(files: Files) -> dict:
     for number, facts in decoder.items() if isinstance(decoder, dict) else ():
         if isinstance(facts, dict) and isinstance(facts.get("content"), str):
             added[facts["content"]] = (_number(number, files[SETTINGS]), facts)
-    return names | {key: value for key, value in settings.items() if value is not None} | {
+    found = names | {key: value for key, value in settings.items() if value is not None}
+    return found | {key: token_name(found[key]) for key in _TOKENS if key in found} | {
         "added_tokens": added}
+
+
+def token_name(value: Any) -> str | None:
+    """Return the text of a token in a settings file: a string, or an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
 
 
 def _number(value, path: ReadFile) -> int:

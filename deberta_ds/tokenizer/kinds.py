@@ -125,7 +125,7 @@ def _parts(step: dict | None, key: str) -> list[dict]:
 
 
 def what_is_lost(specification: dict, kind: str) -> str:
-    """Return what of a text this tokenizer passes over in silence, having no piece for it."""
+    """Return what of a text this tokenizer skips in silence, having no subword for it."""
     model = specification["model"]
     if model["type"] != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
         return ""
@@ -137,7 +137,7 @@ def what_is_lost(specification: dict, kind: str) -> str:
     return f"{lacking} of the {len(bytes_of_text)} bytes of UTF-8" if lacking else ""
 
 
-def piece_kind(specification: dict, place: Path) -> tuple[str, str]:
+def subword_kind(specification: dict, place: Path) -> tuple[str, str]:
     """Return (kind, prefix of pieces that continue a word): what marks the starts of words.
 
     Kinds: "byte_level", "metaspace", "wordpiece", "words". UserError if nothing marks them.

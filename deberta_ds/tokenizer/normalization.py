@@ -1,8 +1,8 @@
 """The text rules of text.py as steps of a normalizer of Hugging Face `tokenizers`, and the decoder
-that gives normalised text back.
+that gives normalized text back.
 
 The rules go into the tokenizer.json of what this project trains or derives, so that raw text gives
-the ids of normalised text there. `Precompiled` would leave clusters of 6 bytes and more uncomposed.
+the ids of normalized text there. `Precompiled` would leave clusters of 6 bytes and more uncomposed.
 """
 
 import itertools
@@ -57,7 +57,7 @@ def decoder() -> decoders.Decoder:
 #
 # They go into the model file, so that whoever encodes with it, here or elsewhere, turns soft
 # hyphens, zero-width characters, odd spaces and decomposed letters into what the model was trained
-# on. Text that is normalised already is not changed. What a table of sequences cannot say is left
+# on. Text that is normalized already is not changed. What a table of sequences cannot say is left
 # out: marks in another order than the canonical one that compose to no single character.
 
 

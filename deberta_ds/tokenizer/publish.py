@@ -10,8 +10,8 @@ from pathlib import Path
 from deberta_ds.base.files import write_atomic
 from deberta_ds.tokenizer.fast import vocabulary_ids
 from deberta_ds.tokenizer.files import JSON, NAMES, SETTINGS, SPM, find_files, read_settings
-from deberta_ds.tokenizer.kinds import piece_kind, read_specification
-from deberta_ds.tokenizer.roles import ROLES, USUAL_NAMES, look_up_roles, token_name
+from deberta_ds.tokenizer.kinds import read_specification, subword_kind
+from deberta_ds.tokenizer.roles import ROLES, USUAL_NAMES, look_up_roles
 from deberta_ds.tokenizer.spm import model_proto, with_special_tokens
 from deberta_ds.tokenizer.tokenizer import Tokenizer
 
@@ -79,12 +79,12 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
         model, names = with_special_tokens(files[SPM], settings)
         write_atomic(out / SPM, model)
         held = {piece.piece for piece in model_proto(model, files[SPM].path).pieces}
-        if named := {key: name for role in ROLES if (name := token_name(settings.get(
-                key := f"{role}_token"))) in held}:
+        if named := {key: name for role in ROLES
+                     if (name := settings.get(key := f"{role}_token")) in held}:
             write_atomic(out / NAMES, json.dumps(named, indent=2) + "\n")
         return Tokenizer(out), names
     specification = read_specification(files, settings)
-    piece_kind(specification, Path(path))  # what marks no words is refused before it is written
+    subword_kind(specification, Path(path))  # what marks no words is rejected before it is written
     added = {token["content"]: token["id"] for token in specification["added_tokens"]}
     ids = vocabulary_ids(specification) | added
     roles = look_up_roles(settings, ids, specification)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.tokenizer.files import token_name
 
 ROLES = ("pad", "cls", "sep", "unk", "mask")
 USUAL_NAMES = {"pad": ("[PAD]", "<pad>", "<|padding|>", "<|pad|>"),
@@ -23,8 +24,8 @@ def look_up_roles(settings: dict, ids: Mapping[str, int], specification: dict) -
     roles: Roles = {}
     for role in ROLES:
         boundary = {"cls": "bos", "sep": "eos"}.get(role)
-        names = [token_name(settings.get(f"{role}_token")), *USUAL_NAMES[role], other.get(role),
-                 token_name(settings.get(f"{boundary}_token"))]
+        names = [settings.get(f"{role}_token"), *USUAL_NAMES[role], other.get(role),
+                 settings.get(f"{boundary}_token")]
         roles[role] = next((ids[name] for name in names if name is not None and name in ids), None)
     return roles
 
@@ -36,7 +37,7 @@ def check_roles(place: object, roles: Roles, settings: dict, ids: Mapping[str, i
     A tokenizer that spells everything in bytes needs no unk.
     """
     for role in ROLES:
-        named = token_name(settings.get(f"{role}_token"))
+        named = settings.get(f"{role}_token")
         if named is not None and named not in ids and role != "unk":
             raise UserError(f"{place}: names {named!r} as its {role} token, but the vocabulary has "
                             f"no such token; {_remedy(place)}")
@@ -58,13 +59,6 @@ def check_roles(place: object, roles: Roles, settings: dict, ids: Mapping[str, i
 
 def _remedy(place: object) -> str:
     return f"add it with data_prep/train_tokenizer.py --add_mask {place} --out DIRECTORY"
-
-
-def token_name(value) -> str | None:
-    """Return the text of a token in a settings file: a string, or an object with its content."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
 
 
 def framing_tokens(processor: dict | None) -> dict[str, str]:

@@ -25,7 +25,7 @@ class SegmentedTokenizer(Tokenizer):
 
     def __init__(self, plain: Tokenizer, words: str, known: str = ""):
         """UserError for a function that cannot be loaded, or is not the one `known` by its hash."""
-        self._open(plain.path, plain.files)
+        super().__init__(plain.path, plain.files)
         self._function, self._name = words_function(words), words
         self.plain = plain
         file, name = user_code.split(words)

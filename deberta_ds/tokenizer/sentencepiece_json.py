@@ -81,7 +81,7 @@ def _model(proto, tokenizer: Tokenizer):
                               byte_fallback=trainer.byte_fallback)
     if trainer.model_type != trainer.BPE:
         raise UserError(f"{tokenizer.path}: neither a unigram nor a BPE model, and only those are "
-                        "turned into a tokenizer.json")
+                        "converted to a tokenizer.json")
     ids = {name: number for number, name in enumerate(names)}
     merged = {piece.piece: piece.score for piece in proto.pieces if piece.type == piece.NORMAL}
     merges = []

@@ -29,11 +29,10 @@ from deberta_ds.tokenizer.roles import (
     Roles,
     check_roles,
     look_up_roles,
-    token_name,
 )
 
-SPECIAL_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
-MASK_PIECE = "[MASK]"
+SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+MASK_TOKEN = "[MASK]"
 Places = list[tuple[int, int]]  # of characters in another text, [start, end)
 _OF_MARKS = "\u0f73\u0f75\u0f81"  # characters of class 0 that are made of marks
 RULES_NAME = "deberta_ds-text-rules-1"  # of the normalizer in models that train_tokenizer.py makes
@@ -52,18 +51,18 @@ class SentencePieceEngine:
         proto = model_proto(data, path)
         _check_kind(proto, path)
         if any(piece.type == piece.USER_DEFINED for piece in proto.pieces):
-            named = filter(None, (token_name(settings.get(f"{role}_token")) for role in ROLES))
+            named = filter(None, (settings.get(f"{role}_token") for role in ROLES))
             processor = _load(with_control_roles(proto, named).SerializeToString(), path)
         try:
             self.pieces = processor.id_to_piece(list(range(processor.get_piece_size())))
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not a SentencePiece model, or a damaged one (a subword is no "
                             f"UTF-8: {error.object!r})") from error
-        if tuple(self.pieces[:4]) == SPECIAL_PIECES:
-            if MASK_PIECE not in self.pieces:
-                self.pieces.append(MASK_PIECE)
+        if tuple(self.pieces[:4]) == SPECIAL_TOKENS:
+            if MASK_TOKEN not in self.pieces:
+                self.pieces.append(MASK_TOKEN)
             self.roles: Roles = {"pad": 0, "cls": 1, "sep": 2, "unk": 3,
-                                 "mask": self.pieces.index(MASK_PIECE)}
+                                 "mask": self.pieces.index(MASK_TOKEN)}
         else:
             self.roles, ids, names = _look_up(processor, settings)
             check_roles(path, self.roles, names, ids, needs_unknown=True)
@@ -73,7 +72,7 @@ class SentencePieceEngine:
         self.normalizes_itself = proto.normalizer_spec.name != RULES_NAME
         check_settings(settings, self.pieces, self.roles, path)
         self._processor, self._path = processor, path
-        self.official_piece = self.pieces.__getitem__
+        self.official_subword = self.pieces.__getitem__
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
 
@@ -124,7 +123,7 @@ class SentencePieceEngine:
         return self._processor.decode(ids)
 
     def starts_word(self, number: int) -> bool:
-        return words.piece_starts_word(self.pieces[number])
+        return words.subword_starts_word(self.pieces[number])
 
     def bytes_of(self, number: int) -> bytes | None:
         return words.byte_of(self.pieces[number])
@@ -190,7 +189,7 @@ def check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path) 
                             "the model does not hold; take them in with data_prep/"
                             f"train_tokenizer.py --extend {path} --out DIRECTORY")
     for role, number in roles.items():
-        named = token_name(settings.get(f"{role}_token"))
+        named = settings.get(f"{role}_token")
         if named is not None and number is not None and named != pieces[number]:
             raise UserError(f"{path}: the files next to it name {named!r} as the {role} token, but "
                             f"with this model it is {pieces[number]!r}; {remedy}")
@@ -215,7 +214,7 @@ def with_special_tokens(file: ReadFile, settings: dict) -> tuple[bytes, list[str
     path, data = file
     processor = _load(data, path)
     known = processor.id_to_piece(list(range(processor.get_piece_size())))
-    if tuple(known[:4]) == SPECIAL_PIECES:
+    if tuple(known[:4]) == SPECIAL_TOKENS:
         return data, []
     proto = model_proto(data, path)
     roles, _, _ = _look_up(_load(with_control_roles(proto).SerializeToString(), path), settings)

@@ -51,7 +51,7 @@ ENCODE_CHARACTERS = 1 << 18
 _LONG = 1 << 13  # characters; in fewer the calls of NumPy would cost more than the work
 _FRONT = 64  # characters, of a text of which only the front is looked at
 
-_APART = "\0"  # between texts that are normalised together
+_APART = "\0"  # between texts that are normalized together
 _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
     "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]")
@@ -63,41 +63,41 @@ class BadTextError(ValueError):
     """The text of one document breaks a rule."""
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Return `text` under the rules above; BadTextError if it holds a lone surrogate."""
-    return normalise_and_count(text)[0]
+    return normalize_and_count(text)[0]
 
 
-def normalise_and_count(text: str) -> tuple[str, int]:
-    """Return (normalised text, number of characters that rule 1 removed)."""
+def normalize_and_count(text: str) -> tuple[str, int]:
+    """Return (normalized text, number of characters that rule 1 removed)."""
     text, removed = _without_line_ends(text), 0
     if not _is_printable(text):
         text, removed = _printable(text)
     return _composed(_collapse_spaces(text).strip(" ")), removed
 
 
-def normalise_all(texts: list[str]) -> tuple[list[str], int]:
-    """Return (normalised texts, number of characters that rule 1 removed from all of them).
+def normalize_all(texts: list[str]) -> tuple[list[str], int]:
+    """Return (normalized texts, number of characters that rule 1 removed from all of them).
 
     Texts go through most of the rules as one string, so that a short one costs its share and little
     more; those beyond ASCII apart from the others, whose characters take a byte each.
     """
     plain = [text for text in texts if text.isascii()]
     if len(plain) == len(texts):
-        return _normalise_joined(texts)
-    found, removed = _normalise_joined([text for text in texts if not text.isascii()])
-    found_plain, removed_plain = _normalise_joined(plain)
+        return _normalize_joined(texts)
+    found, removed = _normalize_joined([text for text in texts if not text.isascii()])
+    found_plain, removed_plain = _normalize_joined(plain)
     rest, ascii_rest = iter(found), iter(found_plain)
     return ([next(ascii_rest if text.isascii() else rest) for text in texts],
             removed + removed_plain)
 
 
-def _normalise_joined(texts: list[str]) -> tuple[list[str], int]:
+def _normalize_joined(texts: list[str]) -> tuple[list[str], int]:
     joined, removed = _without_line_ends(_APART.join(texts)), 0
     if not _is_printable(joined, len(texts) - 1):
         parts = joined.split(_APART)
         if len(parts) != len(texts):  # one of them holds U+0000, or there is none
-            found = [normalise_and_count(text) for text in texts]
+            found = [normalize_and_count(text) for text in texts]
             return [text for text, _ in found], sum(count for _, count in found)
         for number, part in enumerate(parts):
             if not part.isprintable():
@@ -109,13 +109,13 @@ def _normalise_joined(texts: list[str]) -> tuple[list[str], int]:
 
 
 def has_text(text: str) -> bool:
-    """Return whether `normalise` leaves any text, in a fraction of its time; as BadTextError."""
+    """Return whether `normalize` leaves any text, in a fraction of its time; as BadTextError."""
     if not text.isascii():
         _refuse_surrogates(text)
     first = text[:1]
     if first.isspace():
         first = text[:_FRONT].lstrip()[:1]
-    return bool(first and first.isprintable() or normalise(text))  # rule 1 removes no printable one
+    return bool(first and first.isprintable() or normalize(text))  # rule 1 removes no printable one
 
 
 def _refuse_surrogates(text: str) -> None:

@@ -24,7 +24,7 @@ class Tokenizer:
     Attributes: kind ("sentencepiece", "byte_level", "metaspace", "wordpiece", "words"); files
     {published name: file as it was read}; pad_id, cls_id, sep_id, mask_id, unk_id (None where
     nothing is unknown); special_ids {role: id} of these; size (largest id + 1; a model's vocab_size
-    must be at least this); mask_piece; sha256, of the SentencePiece model or of all that
+    must be at least this); mask_token; sha256, of the SentencePiece model or of all that
     `tokenizers` computes with; normalizes_itself, True if text is given to it as it stands
     (docs/explanation/tokenizers.md); lost, what of a text it skips in silence; stored_size, of the
     ids in shards, and words, the name and hash of a function for them (segmented.py).
@@ -32,21 +32,14 @@ class Tokenizer:
 
     words = ""
 
-    def __init__(self, path: str | Path):
-        """Load the tokenizer at `path`, a file or a directory (files.py says which); UserError if
-        it is missing, broken, or lacks a special token.
+    def __init__(self, path: str | Path, known: Files | None = None):
+        """Load the tokenizer at `path`, a file or a directory (files.py says which), or the one
+        among the `known` files of a directory; UserError if it is missing, broken, or lacks a
+        special token.
         """
-        self._open(Path(path), find_files(Path(path)))
-
-    @classmethod
-    def of_files(cls, files: Files, place: Path) -> "Tokenizer":
-        """Return the tokenizer among a directory's files."""
-        tokenizer = cls.__new__(cls)
-        tokenizer._open(place, choose(files, place))
-        return tokenizer
-
-    def _open(self, path: Path, files: Files) -> None:
-        self.path, self.files = path, files
+        self.path = Path(path)
+        files = find_files(self.path) if known is None else choose(known, self.path)
+        self.files = files
         engine: SentencePieceEngine | FastEngine = (
             SentencePieceEngine(files) if SPM in files else FastEngine(files))
         self._engine = engine
@@ -58,7 +51,7 @@ class Tokenizer:
             self.special_ids[role] for role in ("pad", "cls", "sep", "mask"))
         self.unk_id = self.special_ids.get("unk")
         self.size = self.stored_size = len(engine.pieces)
-        self.mask_piece = engine.pieces[self.mask_id]
+        self.mask_token = engine.pieces[self.mask_id]
 
     def __reduce__(self) -> tuple:
         return _unpickled, (tuple(self.files.items()), self.path)
@@ -88,7 +81,7 @@ class Tokenizer:
 
     def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
         """Return (int32 ids of all texts, how many each has), fast, for short texts too; they are
-        normalised, unless `normalizes_itself`.
+        normalized, unless `normalizes_itself`.
         """
         return self._engine.encode_joined(texts)
 
@@ -160,7 +153,7 @@ class Tokenizer:
 
         It has none for WordPiece, which keeps its own.
         """
-        official = self._engine.official_piece
+        official = self._engine.official_subword
         if official is None:
             return self.word_starts()
         return self._table(lambda number: starts_official_word(official(number)))
@@ -196,7 +189,7 @@ class Tokenizer:
 @lru_cache(4)  # of a process: it takes seconds to make some
 def _unpickled(files: tuple, path: Path) -> Tokenizer:
     """Return a tokenizer of the bytes that the process which sends it has read."""
-    return Tokenizer.of_files(dict(files), path)
+    return Tokenizer(path, dict(files))
 
 
 def unknown_tokens(count: int, tokens: int) -> str:

@@ -14,7 +14,7 @@ from tokenizers import models
 
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.files import ReadFile
-from deberta_ds.tokenizer.words import bytes_of_piece
+from deberta_ds.tokenizer.words import bytes_of_subword
 
 
 class Vocabulary(NamedTuple):
@@ -60,7 +60,7 @@ def _byte_level_bpe(vocabulary_path: ReadFile, merges_path: ReadFile) -> dict:
                         "say whether a word starts there, which whole-word masks need; use a "
                         "tokenizer with byte-level spaces, a space mark or ##")
     made = set(map("".join, merges))
-    lacking = sum(len(piece) > 1 and piece not in made and bytes_of_piece(piece) is not None
+    lacking = sum(len(piece) > 1 and piece not in made and bytes_of_subword(piece) is not None
                   for piece in vocabulary)
     if lacking > 16 + len(vocabulary) // 100:  # special tokens and fillers have no merges
         raise UserError(f"{merges_path}: makes {lacking:,} of the {len(vocabulary):,} subwords of "
@@ -84,7 +84,7 @@ def _wordpiece(path: ReadFile) -> dict:
         with _on_disk(path) as paths:
             vocabulary = models.WordPiece.read_file(*paths)
     except Exception as error:  # the library's errors have no class of their own
-        raise UserError(f"{path}: not a vocabulary of WordPiece, one subword a line "
+        raise UserError(f"{path}: not a vocabulary of WordPiece, one subword per line "
                         f"({first_line(error)})") from error
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],

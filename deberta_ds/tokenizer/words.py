@@ -33,7 +33,7 @@ UNSPACED_SCRIPTS = (
 )
 
 
-def piece_starts_word(piece: str) -> bool:
+def subword_starts_word(piece: str) -> bool:
     """Return whether a piece of a tokenizer with the space mark starts a word."""
     data = byte_of(piece)
     if data is not None:
@@ -127,7 +127,7 @@ def byte_of_character() -> dict[str, int]:
         chr(0x100 + number): byte for number, byte in enumerate(others)}
 
 
-def bytes_of_piece(piece: str) -> bytes | None:
+def bytes_of_subword(piece: str) -> bytes | None:
     """Return the bytes that a piece of byte-level BPE stands for; None if it is none."""
     table = byte_of_character()
     try:

@@ -5,7 +5,8 @@ numbers, the caller says: the metrics that its objective declares (`objectives.b
 torch is imported only when the first TensorBoard value is written.
 """
 
-import logging
+import importlib.util
+import json
 import os
 import sys
 import textwrap
@@ -13,31 +14,55 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from deberta_ds.base.command_line import fill
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, naming, tell
 from deberta_ds.base.numbers import format_count, format_duration, format_value
+from deberta_ds.config.run_config import LogConfig
 from deberta_ds.tracking import records, trackers
 from deberta_ds.tracking.records import METRICS_FILE
 
 HEADER_EVERY_LINES = 20
 WIDTH = 80
 _TIME = 10  # characters of a time and two spaces
+_fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
 
 _DIM, _BOLD, _GREEN, _RED, _CYAN = "\033[2m", "\033[1m", "\033[32m", "\033[31m", "\033[36m"
 _RESET = "\033[0m"
 
 
-def show_choices() -> None:
-    """Print what the library chose for this machine (logger "deberta_ds") as it is chosen."""
-    logger = logging.getLogger("deberta_ds")
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+def non_default_texts(values: dict, origins: dict[str, str], top: str) -> list[str]:
+    """Return a text for each origin of values {"section.key": value} that are no defaults: a
+    paragraph per section. `top` names what lies in no section.
+    """
+    groups: dict[str, dict[str, list[str]]] = {}
+    for key, origin in origins.items():
+        if key in values and origin != "default":
+            section, _, name = key.rpartition(".")
+            pair = f"{name} = {json.dumps(values[key], ensure_ascii=False)}"
+            groups.setdefault(origin, {}).setdefault(section or top, []).append(
+                pair.replace(" ", "\0") if len(pair) < 53 else pair)  # what fits in a line is kept
+    return ["\n".join([f"set by {origin}:", *(
+        _fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, subsequent_indent=" " * 26).replace(
+            "\0", " ")
+        for section, pairs in sections.items())]) for origin, sections in groups.items()]
+
+
+def trackers_of(log: LogConfig) -> list[trackers.Open]:
+    """Return TensorBoard and what else is named; UserError if a service's library is missing."""
+    found = [trackers.tensorboard, *(trackers.callback(user_code.function("log.callbacks", name))
+                                     for name in log.callbacks)]
+    for name, opener in trackers.SERVICES.items():
+        value = getattr(log, name)
+        if value and importlib.util.find_spec(name) is None:
+            raise UserError(f"log.{name} = {value!r}: needs the package {name}, which is "
+                            'missing here: pip install "deberta_ds[trackers]"')
+        if value:
+            found.append(opener(value))
+    return found
 
 
 @dataclass(frozen=True)
@@ -103,7 +128,7 @@ class RunLog:
         """Print the time, then `text`: one line in a file, as many as it needs on a terminal."""
         if self._is_main:
             if self._stream.isatty() and "\n" not in text:
-                text = fill(" " * _TIME + text, WIDTH, _TIME)[_TIME:]
+                text = _fill(" " * _TIME + text, WIDTH, subsequent_indent=" " * _TIME)[_TIME:]
             self._print(self._time() + f"  {text}")
             self._lines_until_header = 0
 
@@ -112,9 +137,9 @@ class RunLog:
         """
         if not self._is_main:
             return
-        record = records.finite(record)
         with self._writing():
             records.append(self.path, record)
+        record = records.finite(record)
         self._show(record)
         if record["kind"] != "event":
             with self._writing():
@@ -141,7 +166,7 @@ class RunLog:
     def truncate(self, step: int) -> None:
         """Cut what comes after `step`; call it once, before the first record of a resumed run."""
         self._purge_step = step + 1
-        if self._is_main:
+        if self._is_main and self.path.exists():
             records.truncate(self.path, step)
 
     def close(self) -> None:

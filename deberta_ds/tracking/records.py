@@ -55,8 +55,6 @@ def truncate(path: Path, step: int) -> None:
 
     Event records stay.
     """
-    if not path.exists():
-        return
     kept = []
     for number, line in enumerate(_whole_lines(path), start=1):
         record = parse(path, number, line)

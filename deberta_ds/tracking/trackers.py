@@ -6,7 +6,6 @@ which are not installed with this package. What they cannot take is said once an
 all numbers are in metrics.jsonl.
 """
 
-import importlib.util
 import json
 import logging
 import secrets
@@ -16,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.base import user_code
-from deberta_ds.base.errors import UserError, first_line
-from deberta_ds.config.run_config import LogConfig
+from deberta_ds.base.errors import first_line
 
 TENSORBOARD_DIRECTORY = "tensorboard"
 WANDB_RUN_FILE, MLFLOW_RUN_FILE = "wandb-run.txt", "mlflow-run.txt"  # the run's id there
@@ -136,14 +133,4 @@ def _forgiving(name: str, begin: Open) -> Open:
     return guarded_begin
 
 
-def chosen(log: LogConfig) -> list[Open]:
-    """Return TensorBoard and what else is named; UserError if a service's library is missing."""
-    found = [tensorboard, *(callback(user_code.function("log.callbacks", name))
-                            for name in log.callbacks)]
-    for name, value, opener in (("wandb", log.wandb, wandb), ("mlflow", log.mlflow, mlflow)):
-        if value and importlib.util.find_spec(name) is None:
-            raise UserError(f"log.{name} = {value!r}: needs the package {name}, which is "
-                            'missing here: pip install "deberta_ds[trackers]"')
-        if value:
-            found.append(opener(value))
-    return found
+SERVICES = {"wandb": wandb, "mlflow": mlflow}  # by the keys of [log], also names of packages

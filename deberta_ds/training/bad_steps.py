@@ -1,49 +1,18 @@
-"""Which steps are bad, and what a run does about them: `train.spike_sigmas`, `train.on_spike`.
+"""What a run does about bad steps (step.py says which are bad): `train.on_spike`."""
 
-A step is bad if its loss or its gradient is not finite, or, with `train.spike_sigmas` above 0, if
-its loss is more than that many standard deviations above the mean of the last 100 accepted steps
-(no finite loss is bad before there are 100). The loss is the one that is trained, a mean over all
-ranks, so every rank decides alike. No bad step changes a weight (step.py).
-"""
-
-import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.cluster import dist
 from deberta_ds.config.batch_schedule import rows_before
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.training.step import BadStepError
+from deberta_ds.training.step import BadStepError, SpikeRule
 
-WINDOW = 100  # accepted steps that a loss is compared with
 MOST_IN_A_ROW = 10  # bad steps after which a run stops whatever it was told
 MOST_ROLLBACKS = 3  # to one checkpoint, with good steps between them
-
-
-class SpikeRule:
-    """The losses of the last accepted steps, and the ceiling for the next one."""
-
-    def __init__(self, sigmas: float, losses: Sequence[float] = ()):
-        self._sigmas = sigmas
-        self.losses: deque[float] = deque(losses, WINDOW)  # saved, so a resumed run decides alike
-
-    def ceiling(self) -> float:
-        """Return the largest loss that the next step may have."""
-        if not self._sigmas or len(self.losses) < WINDOW:
-            return torch.finfo(torch.float64).max
-        mean = math.fsum(self.losses) / WINDOW
-        variance = math.fsum((loss - mean) ** 2 for loss in self.losses) / WINDOW
-        return mean + self._sigmas * math.sqrt(variance)
-
-    def accept(self, loss: float) -> None:
-        """Take an accepted step's loss into the window (nothing to do without a rule)."""
-        if self._sigmas:
-            self.losses.append(loss)
 
 
 class BadSteps:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.data.batch import Row
-from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, own_metrics
-from deberta_ds.objectives.build import objective_of
+from deberta_ds.data.rows import Row
+from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric
+from deberta_ds.objectives.build import metrics_of
 from deberta_ds.training.pairs import Pairs
 
 
@@ -71,9 +71,9 @@ def metric_of(run: RunConfig) -> Metric | None:
     corpora = run.data.heldout_corpora
     if corpus and (len(corpora) < 2 or corpus not in corpora):
         return None
-    of_all = [MINIMAL_PAIRS] if run.evaluate.minimal_pairs and not corpus else []
-    metrics = [*objective_of(run).METRICS, *own_metrics(run.evaluate.metrics), *of_all]
-    return next((metric for metric in metrics if metric.key == key), None)
+    has_pairs = run.evaluate.minimal_pairs and not corpus  # which are of all corpora
+    return next((metric for metric in metrics_of(run) if metric.key == key
+                 and (metric is not MINIMAL_PAIRS or has_pairs)), None)
 
 
 def problems(run: RunConfig) -> list[str]:
@@ -88,8 +88,7 @@ def problems(run: RunConfig) -> list[str]:
                      "data.heldout there are none; set data.heldout, or leave train.best_metric "
                      "out")
     if metric_of(run) is None:
-        known = [metric.key for metric in
-                 (*objective_of(run).METRICS, *own_metrics(run.evaluate.metrics))]
+        known = [metric.key for metric in metrics_of(run) if metric is not MINIMAL_PAIRS]
         found.append(f"train.best_metric = {train.best_metric!r}: is not a score of this run; use "
                      f"one of {', '.join(known)} (of one of several corpora as roc_auc/NAME), or "
                      "minimal_pairs with evaluate.minimal_pairs")

@@ -24,8 +24,8 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.engine.engine import init_distributed
 from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.model import choose, cpu, flops
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.encoder import Trunk
-from deberta_ds.model.init import init_parameters
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.training.meters import hardware
 from deberta_ds.training.rehearsal import fastest, preflight
@@ -93,7 +93,7 @@ def _speeds(device: torch.device, problems: list[str]) -> Iterator[str]:
     size = _MATMUL[device.type]
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     rate = 2 * size**3 / fastest(lambda: left @ right, device)
-    peak = peak_flops(device, name)
+    peak = peak_flops(device, name) if device.type == "cuda" else None
     share = f", {rate / peak:.0%} of the card's peak" if peak else ""
     yield f"matmul {name}, {size} x {size}: {rate / 1e12:,.2f} TFLOP/s{share}"
     source = torch.empty(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)

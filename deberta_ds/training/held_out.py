@@ -18,7 +18,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.user_code import short_name
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.data.batch import Batch, Row, collate
+from deberta_ds.data.rows import Batch, Row, collate
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import Objective
 from deberta_ds.release.reader import LoadedModel, load_backbone

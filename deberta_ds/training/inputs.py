@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deberta_ds.base import user_code
+from deberta_ds.base.errors import raise_problems
 from deberta_ds.base.numbers import format_count
 from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule
 from deberta_ds.config.model import padded_rows
-from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.mixture import FEW_EPOCHS, MANY_EPOCHS
-from deberta_ds.data.rows import Row, RowDataset, eval_sequences
+from deberta_ds.data.rows import Batch, Row, RowDataset, eval_sequences
 from deberta_ds.engine import ds_config
 from deberta_ds.files.remote import Cache
 from deberta_ds.model.backbone import count_parameters, on_meta
@@ -55,9 +54,9 @@ class Inputs:
     """The inputs of a run, and the complete DeepSpeed dict."""
 
     tokenizer: Tokenizer
+    pairs: tuple[Pairs, list[str]]
     dataset: RowDataset
     held_out: dict[str, list[Row]]  # sequences, by the names of data.heldout
-    pairs: tuple[Pairs, list[str]]
     identity: dict[str, str]  # of all inputs, whose digests share no name
     lines: list[str]  # what the log says of them
     ds: dict
@@ -78,8 +77,8 @@ def open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     known = dist.together(opened)
     identity = {name: one for each in known.values() for name, one in each.identity.items()}
     dist.check_alike({f"content hash of {name}": digest for name, digest in identity.items()})
-    tokenizer, dataset, held_out, pairs, *_ = (one.value for one in known.values())
-    return Inputs(tokenizer, dataset, held_out, pairs, identity,
+    tokenizer, pairs, dataset, held_out, *_ = (one.value for one in known.values())
+    return Inputs(tokenizer, pairs, dataset, held_out, identity,
                   [line for one in known.values() for line in one.lines],
                   ds_config.resolve(run, ds_values, dist.world_size()),
                   count_parameters(on_meta(build_model, run)))
@@ -98,11 +97,24 @@ def _tokenizer(run: RunConfig, _: Known) -> Input:
     return Input("tokenizer", found, {"tokenizer": found.sha256}, problems, lines)
 
 
+def _minimal_pairs(run: RunConfig, known: Known) -> Input:
+    tokenizer = known["tokenizer"].value
+    if not run.evaluate.minimal_pairs:
+        return Input("minimal pairs", ([], []), {})
+    pairs = open_pairs(run, tokenizer)
+    half = undecided(pairs[0], tokenizer.unk_id).sum()
+    return Input(
+        "minimal pairs", pairs,
+        {"minimal pairs": hashlib.sha256(repr(pairs).encode()).hexdigest()},
+        lines=[f"{half:,} of {len(pairs[0]):,} minimal pairs count one half: their sentences "
+               "are equal, or a word of one is unknown to the tokenizer"] if half else [])
+
+
 def _corpora(run: RunConfig, known: Known) -> Input:
     """Open the corpora, with their stored replacements; each rank verifies its share of shards."""
-    rows = batch_schedule.rows_of_run(run.train)
-    found = sequences_of(run, RowDataset, run.data.sources, known["tokenizer"].value,
-                         seed=run.data.seed, sample_by=run.objective.sample_by, rows_of_run=rows)
+    found = RowDataset(run.data.sources, known["tokenizer"].value, **reading_options(run),
+                       seed=run.data.seed, sample_by=run.objective.sample_by,
+                       rows_of_run=(rows := batch_schedule.rows_of_run(run.train)))
     available, digests = sum(found.num_rows.values()), found.content_hashes
     epochs = found.epochs(rows)
     lines = [f"data: {rows:,} sequences of {run.data.seq_len} tokens = "
@@ -141,35 +153,22 @@ def _held_out(run: RunConfig, known: Known) -> Input:
 def held_out_sequences(run: RunConfig, tokenizer: Tokenizer, corpora: dict[str, str],
                        replaced: dict[str, str], num_rows: int) -> dict[str, list[Row]]:
     """Return `num_rows` sequences of each of `corpora` {name: path}, as a run is evaluated on."""
-    return {name: sequences_of(run, eval_sequences, path, tokenizer, eval_seed=EVAL_SEED,
-                               num_rows=num_rows, replaced=replaced.get(name, ""))
+    return {name: eval_sequences(path, tokenizer, **reading_options(run), eval_seed=EVAL_SEED,
+                                 num_rows=num_rows, replaced=replaced.get(name, ""))
             for name, path in corpora.items()}
 
 
-def sequences_of(run: RunConfig, read: Callable, source: Any, tokenizer: Tokenizer, **more) -> Any:
-    """Return what `read`, of data/rows.py, gives of `source` as the run's data options say."""
+def reading_options(run: RunConfig) -> dict[str, Any]:
+    """Return the options of data/rows.py that a run has for all of its corpora."""
     data = run.data
-    return read(source, tokenizer, seq_len=data.seq_len, mask=run.objective.mask,
-                verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
-                attend_across_documents=data.attend_across_documents,
-                cache=Cache(data.cache, data.cache_gigabytes), **more)
-
-
-def _minimal_pairs(run: RunConfig, known: Known) -> Input:
-    tokenizer = known["tokenizer"].value
-    if not run.evaluate.minimal_pairs:
-        return Input("minimal pairs", ([], []), {})
-    pairs = open_pairs(run, tokenizer)
-    half = undecided(pairs[0], tokenizer.unk_id).sum()
-    return Input(
-        "minimal pairs", pairs,
-        {"minimal pairs": hashlib.sha256(repr(pairs).encode()).hexdigest()},
-        lines=[f"{half:,} of {len(pairs[0]):,} minimal pairs count one half: a word of one of "
-               "their sentences is unknown to the tokenizer"] if half else [])
+    return {"seq_len": data.seq_len, "mask": run.objective.mask, "verify": data.verify,
+            "verify_rank": dist.rank(), "verify_world_size": dist.world_size(),
+            "attend_across_documents": data.attend_across_documents,
+            "cache": Cache(data.cache, data.cache_gigabytes)}
 
 
 INPUTS: tuple[Callable[[RunConfig, Known], Input], ...] = (
-    _tokenizer, _corpora, _held_out, _minimal_pairs,
+    _tokenizer, _minimal_pairs, _corpora, _held_out,
     lambda run, _: Input("own code", None, user_code.digests(run)))
 
 

@@ -54,9 +54,9 @@ class Journal:
         self._seconds_before = record.seconds if record else 0.0
         self._started = time.monotonic()
         device = self._engine.device
-        products = ds_config.matmul_precision(self._inputs.ds)
-        peak = None if run.train.tf32 and products == "fp32" else peak_flops(device, products)
-        speed = SpeedMeter(self._objective.flops_per_token(run), peak, dist.world_size(),
+        matmuls = ds_config.matmul_precision(self._inputs.ds)
+        has_peak = device.type == "cuda" and not (run.train.tf32 and matmuls == "fp32")
+        speed = SpeedMeter(peak_flops(device, matmuls) if has_peak else None, dist.world_size(),
                            self.sequences_seen)
         time_use = TimeUse(record.time_use if record else {},
                            started.lost_before + started.lost_now)
@@ -111,8 +111,9 @@ class Journal:
         record |= self.meters.time_use.record(record["seconds"])
         record |= self._objective.means(self._run, total)
         record |= {"learning_rate": rate, "grad_norm": gradient_norm(self._engine)}
-        record |= self.meters.speed.read(self.sequences_seen,
-                                         batch_schedule.rows_of_run(self._run.train))
+        record |= self.meters.speed.read(
+            self.sequences_seen, batch_schedule.rows_of_run(self._run.train),
+            self._objective.flops_per_token(self._run))
         record |= meters.machine_load(self._engine.device)
         if slowest:
             record["slowest_share"] = slowest.share

@@ -1,7 +1,6 @@
 """Timers of a run: speed, time per activity, goodput, slow hosts, hardware and memory."""
 
 import importlib.util
-import os
 import platform
 import re
 import resource
@@ -18,7 +17,7 @@ import torch
 
 from deberta_ds.base.numbers import format_duration
 from deberta_ds.checkpoint.run_record import RunRecord
-from deberta_ds.cluster import dist, process
+from deberta_ds.cluster import dist
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.tracking.records import read_metrics
 
@@ -30,16 +29,15 @@ from deberta_ds.tracking.records import read_metrics
 class SpeedMeter:
     """Time and tokens since the last reading; evaluation and saving are left out."""
 
-    def __init__(self, flops_per_token: float, peak: float | None, world_size: int,
-                 sequences_seen: int):
+    def __init__(self, peak: float | None, world_size: int, sequences_seen: int):
         """`sequences_seen` are those of the run before this process."""
-        self._flops_per_token, self._peak, self._world_size = flops_per_token, peak, world_size
+        self._peak, self._world_size = peak, world_size
         self._seconds = 0.0
         self._sequences_seen, self._tokens = sequences_seen, 0.0
-        self._started: float | None = None
+        self._started: float | None = time.perf_counter()
 
     def start(self) -> None:
-        """Let time run."""
+        """Let time run again."""
         self._started = time.perf_counter()
 
     def pause(self) -> None:
@@ -52,12 +50,13 @@ class SpeedMeter:
         """Count tokens of this process; a resumed line holds some of an earlier one, too."""
         self._tokens += tokens
 
-    def read(self, sequences_seen: int, rows_of_run: int) -> dict[str, float | None]:
+    def read(self, sequences_seen: int, rows_of_run: int, flops_per_token: float
+             ) -> dict[str, float | None]:
         """Return the speed since the last reading, and reset."""
         self.pause()
         tokens, seconds = self._tokens, max(self._seconds, 1e-9)
         rows = max(sequences_seen - self._sequences_seen, 1)
-        flops = self._flops_per_token * tokens / seconds
+        flops = flops_per_token * tokens / seconds
         self._seconds, self._sequences_seen, self._tokens = 0.0, sequences_seen, 0.0
         self.start()
         return {"tokens_per_second": tokens / seconds, "flops_per_second": flops,
@@ -83,10 +82,7 @@ def seconds_since_start() -> float:
     """Return how long this process has been running, or its latest run."""
     if _called:
         return time.monotonic() - _called[0]
-    mine = process.look()
-    assert mine is not None  # it runs
-    started = mine.started / os.sysconf("SC_CLK_TCK")
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def lost_before(records: Sequence[dict]) -> float:

@@ -26,7 +26,7 @@ from deberta_ds.base import command_line
 from deberta_ds.base.errors import UserError, looked_in, naming
 from deberta_ds.files.tables import read_table, text_lines
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tokenizer.text import BadTextError, normalise
+from deberta_ds.tokenizer.text import BadTextError, normalize
 
 # Scores that differ by less, relatively, are equal: fp32 resolves no more.
 TIE = 1e-6
@@ -95,17 +95,17 @@ def outcomes(scores: np.ndarray) -> np.ndarray:
 
 
 def undecided(pairs: Pairs, unknown: int | None) -> np.ndarray:
-    """Return which pairs have unlike numbers of tokens with the id `unknown`, bool [pairs].
+    """Return which pairs are equal, or have unlike numbers of tokens `unknown`, bool [pairs].
 
     A likelihood leaves these tokens out, so its sums would have unlike numbers of terms: such a
     pair counts one half. UserError if they are more than one in 20.
     """
-    found = np.array([unknown is not None and one.count(unknown) != other.count(unknown)
-                      for one, other in pairs], bool)
+    found = np.array([one == other or unknown is not None and (
+        one.count(unknown) != other.count(unknown)) for one, other in pairs], bool)
     if found.sum() > _MOST_UNDECIDED * len(found):
-        raise UserError(f"{found.sum():,} of {len(found):,} minimal pairs have a word that the "
-                        "tokenizer does not know in one of their sentences, and cannot be decided; "
-                        "take them out of the file, or train a tokenizer that knows all characters")
+        raise UserError(f"{found.sum():,} of {len(found):,} minimal pairs have two equal sentences,"
+                        " or one with a word that the tokenizer does not know, and cannot be "
+                        "decided; take them out, or train a tokenizer that knows all characters")
     return found
 
 
@@ -189,7 +189,7 @@ def _sentence(value, place: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{place}: must be a sentence, it is {json.dumps(value)[:60]}")
     try:
-        sentence = normalise(value)
+        sentence = normalize(value)
     except BadTextError as error:
         raise UserError(f"{place}: {error}") from None
     if not sentence:

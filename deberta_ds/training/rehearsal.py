@@ -122,7 +122,7 @@ def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
 
 
 def _rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs in which each of `count` hosts meets both its neighbours in a ring."""
+    """Return rounds of pairs in which each of `count` hosts meets both its neighbors in a ring."""
     rounds = [[(a, a + 1) for a in range(first, count - 1, 2)] for first in (0, 1)]
     if count > 2:  # the ring closes: next to others where the count is even
         closing = (count - 1, 0)

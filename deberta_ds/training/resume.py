@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError, listed
+from deberta_ds.base.json_files import flatten
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.checkpoint.save import set_aside
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import FREE_FIELDS, RunConfig
-from deberta_ds.config.toml_files import flatten
 from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.build import held_parameters
@@ -129,7 +129,7 @@ def restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord
     if max(run.model.hidden_dropout, run.model.attention_dropout):
         others.append("dropout drops other elements")
     if mask.random_share and mask.selection != "deberta_window":
-        others.append("masks draw random tokens among all ids")
+        others.append("random tokens of masks are any ids")
     if others and "cuda_graph" not in record.config["train"]:
         log.info(f"the checkpoint is of version 0.2.0, whose {' and '.join(others)}: the run goes "
                  "on from it, but not bit for bit as 0.2.0 would")

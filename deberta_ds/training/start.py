@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base import user_code
-from deberta_ds.base.errors import EXIT_REQUEUE, UserError
+from deberta_ds.base.errors import EXIT_REQUEUE, ConfigError, UserError, raise_problems
 from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import flatten
 from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.base.version import __version__
 from deberta_ds.checkpoint import find
@@ -26,26 +27,24 @@ from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.model import RANDOM, ModelConfig
-from deberta_ds.config.options import ConfigError, raise_problems
 from deberta_ds.config.run_config import RunConfig, SourceConfig
-from deberta_ds.config.toml_files import flatten, non_default_texts
 from deberta_ds.engine import ds_config, engine, passes
 from deberta_ds.engine.engine import local_device
 from deberta_ds.engine.optim import thaw_factor
 from deberta_ds.model import choose, cpu
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.precision import DTYPES
-from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, own_metrics
 from deberta_ds.objectives.build import (
     build_model,
     freeze_problems,
     held_parameters,
+    metrics_of,
     objective_of,
 )
 from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking import trackers
-from deberta_ds.tracking.log import RunLog
+from deberta_ds.tracking.log import RunLog, non_default_texts, trackers_of
 from deberta_ds.training import best, meters
 from deberta_ds.training.inputs import Inputs, open_inputs
 from deberta_ds.training.resume import check_identity, restore, take_moments
@@ -83,10 +82,11 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         found, record, inputs = open_run(run, ds_values, place, resume)
         if run.train.upload:
             dist.on_main(lambda: check_owner(run.out_dir, run.train.upload, resume, claims=True))
+        lines = [*describe(run, inputs, origins), *warnings, *found.warnings]
         log = dist.together(lambda: RunLog(
             run.out_dir, dist.is_main(), metrics=metrics_of(run), total_steps=run.train.steps,
-            track=[*trackers.chosen(run.log), *map(trackers.callback, callbacks)]))
-        for line in (*describe(run, inputs, origins), *warnings, *found.warnings):
+            track=[*trackers_of(run.log), *map(trackers.callback, callbacks)]))
+        for line in lines:
             log.info(line)
         dist.on_main(lambda: write_config(run, inputs, origins))
         model_engine = build(run, inputs, record, log.info)
@@ -98,11 +98,6 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         dist.barrier()
         dist.end_alarm()  # from here on the watchdog sees who fails
         yield Started(found, record, inputs, log, stop_request, model_engine, before, now)
-
-
-def metrics_of(run: RunConfig) -> tuple[Metric, ...]:
-    """Return all scores that evaluations of a run may have."""
-    return *objective_of(run).METRICS, MINIMAL_PAIRS, *own_metrics(run.evaluate.metrics)
 
 
 def _leave(out_dir: str) -> None:
@@ -121,9 +116,8 @@ def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any
     asked on the command line. Raises UserError, on every rank.
     """
     warnings = engine.check_machine(ds_values, place)
-    join(flatten(run_config.to_dict(run)) | (asked or {}) | {
-        "out_dir, absolute": os.path.abspath(run.out_dir)} | {
-        f"{key} of the DeepSpeed JSON": value for key, value in flatten(ds_values).items()})
+    join(run_config.to_dict(run) | (asked or {}) | {
+        "DeepSpeed JSON": ds_values, "out_dir, absolute": os.path.abspath(run.out_dir)})
     agreed_kernels(partial(kernel_choices, run.model, ds_values, run.data.seq_len))
     dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))
     if local_device().type == "cpu":
@@ -133,11 +127,14 @@ def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any
     return warnings
 
 
-def join(asked: dict[str, Any]) -> None:
-    """Join the process group; UserError on every rank if they were `asked` for different things."""
-    asked = asked | {f"version of {name}": version for name, version in versions().items()}
-    engine.init_distributed()
+def join(asked: dict[str, Any]) -> torch.device:
+    """Join the process group and return this rank's device; UserError on every rank if they were
+    `asked` for different things.
+    """
+    asked = {"version of": versions()} | asked
+    device = engine.init_distributed()
     dist.check_alike(asked)
+    return device
 
 
 def agreed_kernels(choose: Callable[[], Any]) -> Any:
@@ -165,13 +162,13 @@ def versions() -> dict[str, str]:
 
 def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
     """Raise ConfigError with every cross problem of a run, but for those of its inputs."""
-    problems = user_code.problems(run)
-    objective = objective_of(run)
-    problems += [*freeze_problems(run, ds), *objective.problems(run)]
+    problems = [*user_code.problems(run), *freeze_problems(run, ds)]
     scores = [metric.key for metric in metrics_of(run)]
     problems += [f"evaluate.metrics: {name} is the name of another score; call the function "
                  "otherwise" for name in {name for name in scores if scores.count(name) > 1}]
-    problems += best.problems(run)
+    problems += objective_of(run).problems(run)
+    if run.train.best_metric or run.train.patience:
+        problems += best.problems(run)
     if run.init.embeddings_only and run.init.source.startswith(RANDOM):
         problems.append("init.embeddings_only needs weights; leave random: out of init.from")
     try:
@@ -205,15 +202,12 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     Returns what was found, its run.json (None at step 0) and the inputs. Raises UserError, on every
     rank.
     """
+    dist.on_main(lambda: check_link(run))
     found = find.find(run.out_dir, resume)
     record = dist.together(lambda: read_run_record(found.path) if found.path else None)
-
-    def check() -> None:
-        check_link(run)
-        raise_problems(place, batch_schedule.problems_with_ranks(
-            run.train, dist.world_size(), record.step if record else 0))
-
-    dist.together(check)
+    if run.train.batch_warmup_steps:
+        dist.together(lambda: raise_problems(place, batch_schedule.problems_with_ranks(
+            run.train, dist.world_size(), record.step if record else 0)))
     inputs = open_inputs(run, ds_values, place)
     if record:
         measured = check_identity(run, inputs.identity, record, str(found.path))
@@ -222,36 +216,34 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
 
 
 def check_link(run: RunConfig) -> None:
-    """Raise UserError if OUT/best is something else than our link; rank 0 alone looks."""
+    """Raise UserError if OUT/best is something else than our link."""
     link = Path(run.out_dir) / BEST
-    if run.train.best_metric and dist.is_main() and link.exists() and not link.is_symlink():
+    if run.train.best_metric and link.exists() and not link.is_symlink():
         raise UserError(f"train.best_metric: {link} is in the way of the link to the best "
                         "checkpoint; rename it")
 
 
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
     """Return what a user wants to know at the start: non-default values, the model, the inputs."""
-    kernels = kernels_of(run, inputs.ds)
-    values, usual = run_config.to_dict(run), run_config.to_dict(SourceConfig(path=" "))
-    for source in values["data"]["sources"]:
-        for key in [key for key in source if source[key] == usual[key]]:
-            del source[key]
-    lines = non_default_texts(values, origins, "run")
     stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
     matmuls = ds_config.matmul_precision(inputs.ds)
     if matmuls != precision:
         precision += f" weights with {matmuls} matmuls"
     if run.train.tf32 and local_device().type == "cuda":
         precision += ", fp32 matmuls in TF32"
-    lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
-                 f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
-    lines.append(f"kernels: {kernels}")
-    lines += frozen_lines(run, precision)
+    frozen, kernels = frozen_lines(run, precision), kernels_of(run, inputs.ds)
+    lines = [f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
+             f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}",
+             f"kernels: {kernels}", *frozen]
     first, full = run.train.initial_batch_size, run.train.global_batch_size
     if first:
         lines.append(f"batch size warm-up: from {first:,} to {full:,} sequences in "
                      f"{run.train.batch_warmup_steps:,} of {run.train.steps:,} steps")
-    return lines + inputs.lines
+    values, usual = run_config.to_dict(run), run_config.to_dict(SourceConfig(path=" "))
+    for source in values["data"]["sources"]:
+        for key in [key for key in source if source[key] == usual[key]]:
+            del source[key]
+    return [*non_default_texts(flatten(values), origins, "run"), *lines, *inputs.lines]
 
 
 def frozen_lines(run: RunConfig, precision: str) -> list[str]:

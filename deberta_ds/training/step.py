@@ -12,6 +12,7 @@ would wait for its queue.
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from deberta_ds.cluster import dist
 from deberta_ds.engine.engine import BadStepError, Update, update
 from deberta_ds.engine.passes import Forward, Sums, first_bad_gradient, span
 from deberta_ds.training.meters import WorkMeter
+
+WINDOW = 100  # accepted steps that a loss is compared with
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,30 @@ def count_over_ranks(batches: list, device: torch.device) -> Sums:
 
 def _number(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
+
+
+class SpikeRule:
+    """The losses of the last accepted steps, and the ceiling for the next one: with
+    `train.spike_sigmas` above 0, so many standard deviations above their mean, once there are 100.
+    The loss is the one that is trained, a mean over all ranks, so every rank decides alike.
+    """
+
+    def __init__(self, sigmas: float, losses: Sequence[float] = ()):
+        self._sigmas = sigmas
+        self.losses: deque[float] = deque(losses, WINDOW)  # saved, so a resumed run decides alike
+
+    def ceiling(self) -> float:
+        """Return the largest loss that the next step may have."""
+        if not self._sigmas or len(self.losses) < WINDOW:
+            return torch.finfo(torch.float64).max
+        mean = math.fsum(self.losses) / WINDOW
+        variance = math.fsum((loss - mean) ** 2 for loss in self.losses) / WINDOW
+        return mean + self._sigmas * math.sqrt(variance)
+
+    def accept(self, loss: float) -> None:
+        """Take an accepted step's loss into the window (nothing to do without a rule)."""
+        if self._sigmas:
+            self.losses.append(loss)
 
 
 def train_step(engine, batches: list, *, step: int, seed: int, training: Training = PRETRAINING,

@@ -110,7 +110,7 @@ def test_a_long_text_is_cut_only_if_asked(names):
     assert ours.encode([long], truncate=True).shape == (1, ours.module.config.hidden_size)
 
 
-def test_labelled_rows_are_scored_and_a_frame_is_rows(names):
+def test_labeled_rows_are_scored_and_a_frame_is_rows(names):
     import pandas
 
     rows = [{"text": "A good day.", "label": "good"}, {"text": "Bad.", "label": "bad"}]

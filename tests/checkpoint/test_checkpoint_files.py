@@ -20,6 +20,7 @@ from deberta_ds.checkpoint import find, save
 from deberta_ds.checkpoint.find import CheckpointError, path_of
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.engine import state as engine_state
+from deberta_ds.engine.engine import check_engine
 from deberta_ds.engine.state import MASTER
 
 pytestmark = pytest.mark.multi
@@ -290,7 +291,7 @@ def test_an_engine_that_could_not_be_resumed_is_refused_before_the_first_step():
 
     engine = SimpleNamespace(optimizer=ZenFlowZeroOptimizer(), dp_world_size=1)
     with pytest.raises(CheckpointError, match="leads to ZenFlowZeroOptimizer.*plain ZeRO-0, 1"):
-        engine_state.check_restorable(engine)
+        check_engine(engine)
 
 
 @pytest.mark.slow

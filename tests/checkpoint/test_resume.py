@@ -6,13 +6,13 @@ import shutil
 import signal
 import time
 
+import psutil
 import pytest
 import rank_helpers
 import torch
 from launching import ROOT, deepspeed_json, losses, make_run, options_of, torchrun
 
 from deberta_ds.checkpoint.find import list_finished, list_steps, load_whole_state, step_of
-from deberta_ds.cluster import process
 from deberta_ds.tracking.records import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
@@ -66,7 +66,7 @@ def while_saving(out, ranks) -> bool:
     if not is_unfinished():
         return False
     os.kill(ranks[0].pid, signal.SIGSTOP)
-    while process.look(ranks[0].pid).state != "T":
+    while psutil.Process(ranks[0].pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.001)
     if is_unfinished():
         return True

@@ -181,8 +181,8 @@ def test_elastic_torchrun_does_not_start_again_what_has_ended_for_good(tmp_path,
 def test_ancestors_with_names_that_the_kernel_has_cut(tmp_path):
     """It keeps 15 bytes of a name, here half of its last letter."""
     script = tmp_path / "abcdefghijklmnö.sh"
-    script.write_text(f"#!/bin/sh\n{sys.executable} -c 'from deberta_ds.cluster import process; "
-                      "process.Launcher()'\n:\n")
+    script.write_text(f"#!/bin/sh\n{sys.executable} -c 'from deberta_ds.cluster import signals; "
+                      "signals.Launcher()'\n:\n")
     script.chmod(0o755)
     done = subprocess.run([script], capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
     assert done.returncode == 0 and not done.stderr

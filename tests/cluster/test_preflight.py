@@ -9,8 +9,8 @@ import torch
 from launching import ROOT
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.cluster import launcher
 from deberta_ds.cluster.launcher import RANK_VARIABLES, check_environment
-from deberta_ds.engine import gpus
 from deberta_ds.training import rehearsal
 
 WORKER = Path(__file__).parents[1] / "workers/preflight.py"
@@ -28,7 +28,7 @@ def test_the_slow_host_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("count", range(2, 10))
-def test_each_host_meets_both_its_neighbours_and_one_at_a_time(count):
+def test_each_host_meets_both_its_neighbors_and_one_at_a_time(count):
     """Of three hosts the first and the last met the one between them only, and looked as slow."""
     rounds = rehearsal._rounds(count)
     met = {host: set() for host in range(count)}
@@ -123,7 +123,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, tmp_path, version,
     """The demo trained on the CPU, and said "GPUs: 2"."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(gpus, "_VERSION", tmp_path / "version")
+    monkeypatch.setattr(launcher, "_VERSION", tmp_path / "version")
     if version:
         (tmp_path / "version").write_text(OPEN.format(version))
     monkeypatch.setattr(torch, "__version__", "2.13.0+x")
@@ -131,13 +131,13 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, tmp_path, version,
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # by the driver
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError) as caught:
-        gpus.count_gpus()
+        launcher.count_gpus()
     assert words in str(caught.value)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert gpus.count_gpus() == 0
+    assert launcher.count_gpus() == 0
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpus.count_gpus() == 8
+    assert launcher.count_gpus() == 8
 
 
 @pytest.mark.parametrize(("script", "function", "arguments"), [

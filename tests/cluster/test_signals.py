@@ -12,12 +12,13 @@ import threading
 import time
 from dataclasses import asdict, replace
 
+import psutil
 import pytest
 from launching import ENVIRONMENT, ROOT
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.cluster import lock, process, signals
-from deberta_ds.cluster.process import is_launcher
+from deberta_ds.cluster import lock, signals
+from deberta_ds.cluster.signals import is_launcher
 
 LISTENER = """
 import hashlib, sys, time
@@ -148,29 +149,29 @@ def test_a_run_under_timeout_notices_when_that_is_killed():
 
 
 def test_a_process_is_its_id_and_its_start():
-    me = process.look()
-    assert me.pid == os.getpid() and me.parent == os.getppid() and me.lives()
-    assert not replace(me, started=me.started - 1).lives()
+    me = lock.this_process()
+    assert me.pid == os.getpid() and lock._lives_here(me)
+    assert not lock._lives_here(replace(me, started=me.started - 1))
     child = subprocess.Popen(["true"])
-    seen = process.look(child.pid)
-    while process.look(child.pid).state != "Z":
+    seen = psutil.Process(child.pid)
+    while seen.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert not seen.lives()
+    assert lock.started_at(child.pid) is None and not signals._runs(seen)
     child.wait()
-    assert process.look(child.pid) is None
+    assert lock.started_at(child.pid) is None and not signals._runs(seen)
 
 
 def test_a_loader_process_ends_with_its_rank():
-    text = ("import os, time\nfrom deberta_ds.cluster import process, signals\n"
-            "if os.fork() == 0:\n    signals.ignore()\n    process.end_with_parent()\n"
+    text = ("import os, time\nfrom deberta_ds.cluster import signals\n"
+            "if os.fork() == 0:\n    signals.ignore()\n    signals.end_with_parent()\n"
             "    print(os.getpid(), flush=True)\ntime.sleep(100)\n")
     rank = subprocess.Popen([sys.executable, "-c", text], env=ENVIRONMENT, text=True,
                             stdout=subprocess.PIPE)
-    worker = process.look(int(rank.stdout.readline()))
+    worker = psutil.Process(int(rank.stdout.readline()))
     rank.kill()
     rank.wait()
     deadline = time.monotonic() + 30
-    while worker.lives():
+    while signals._runs(worker):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -178,10 +179,10 @@ def test_a_loader_process_ends_with_its_rank():
 def dead_holder() -> lock.Holder:
     """A holder of this machine whose process has ended."""
     child = subprocess.Popen(["sleep", "100"])
-    seen = process.look(child.pid)
+    started = lock.started_at(child.pid)
     child.kill()
     child.wait()
-    return replace(lock.this_process(), pid=seen.pid, started=seen.started)
+    return replace(lock.this_process(), pid=child.pid, started=started)
 
 
 def write(path, holder: lock.Holder) -> None:

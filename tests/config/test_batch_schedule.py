@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from launching import make_run
 
+from deberta_ds.base.errors import ConfigError
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import (
     problems_with_ranks,
@@ -12,7 +13,6 @@ from deberta_ds.config.batch_schedule import (
     rows_of_run,
     stretches,
 )
-from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.data.loader import RankRows
 

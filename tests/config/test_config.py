@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deberta_ds.base.errors import ConfigError
+from deberta_ds.base.json_files import flatten
 from deberta_ds.config import objective, run_config
 from deberta_ds.config.model import MODELS
-from deberta_ds.config.options import ConfigError, OneOfOrOwn, Option, describe, options_of
+from deberta_ds.config.options import OneOfOrOwn, Option, describe, options_of
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
-from deberta_ds.config.toml_files import as_override, flatten, parse_override
+from deberta_ds.config.toml_files import as_override, parse_override
 from deberta_ds.corpus import recipe
 from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import Backbone, count_parameters, on_meta

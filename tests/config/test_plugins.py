@@ -9,9 +9,8 @@ import torch
 from launching import ROOT, make_run
 
 from deberta_ds.base import user_code
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
-from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.optim import build_optimizer, learning_rate
 from deberta_ds.objectives.build import objective_named, objective_of
@@ -53,7 +52,7 @@ def test_each_mistake_names_key_file_and_remedy(run_file, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(CODE)
     (tmp_path / "broken.py").write_text("def f(:")
-    user_code._LOADED.clear(), user_code.load.cache_clear()
+    user_code.forget()
     run, _ = run_config.load(run_file, [f"--optim.schedule={value}"])
     (problem,) = user_code.problems(run)
     assert re.search(expected, problem)

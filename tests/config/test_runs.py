@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from deberta_ds.base.errors import ConfigError
 from deberta_ds.config import run_config
-from deberta_ds.config.options import ConfigError
 from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of

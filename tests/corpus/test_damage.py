@@ -90,7 +90,7 @@ def test_only_the_units_of_changed_inputs_are_done_again(tmp_path, capsys, name)
     kept = [one for one, when in markers(out).items() if before.get(one) == when]
     units = plan_units([str(text)], READ, 2000)
     others = [unit for unit in units if not re.search("/(2|3a).jsonl", str(unit))]
-    assert len(kept) >= len(others) - 2 > 2  # the neighbours of 3a and 4 share units with them
+    assert len(kept) >= len(others) - 2 > 2  # the neighbors of 3a and 4 share units with them
 
 
 @pytest.mark.parametrize("change", ["replaced", "cut"])

@@ -29,14 +29,14 @@ from deberta_ds.corpus.stats import corpus_stats
 from deberta_ds.corpus.tokenize import CleanOptions
 from deberta_ds.corpus.units import job
 from deberta_ds.data.shards import read_manifest
-from deberta_ds.tokenizer.text import normalise
+from deberta_ds.tokenizer.text import normalize
 
 SCRIPTS = Path(__file__).parents[2] / "data_prep"
 
 
-def test_stored_text_is_the_normalised_text_in_order(text_file, tmp_path):
+def test_stored_text_is_the_normalized_text_in_order(text_file, tmp_path):
     tokenize(text_file, tmp_path / "out")
-    assert stored_texts(tmp_path / "out") == [normalise(text) for text in random_documents(300)]
+    assert stored_texts(tmp_path / "out") == [normalize(text) for text in random_documents(300)]
     assert len(read_manifest(tmp_path / "out")[0].shards) > 3
 
 

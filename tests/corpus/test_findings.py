@@ -25,7 +25,7 @@ from deberta_ds.corpus import contamination, dedup, findings
 from deberta_ds.corpus.contamination import find_contamination, words_of
 from deberta_ds.corpus.dedup import Group, find_duplicates, similarity
 from deberta_ds.corpus.documents import ReadOptions, plan_units
-from deberta_ds.tokenizer.text import normalise
+from deberta_ds.tokenizer.text import normalize
 
 
 def test_duplicates_are_the_ones_a_set_finds(tmp_path):
@@ -33,7 +33,7 @@ def test_duplicates_are_the_ones_a_set_finds(tmp_path):
     units = planned(tmp_path / "text.jsonl", texts, 5_000)
     found = tmp_path / "found"
     counts = find_duplicates(units, found, read=READ, workers=2)
-    unique = list(dict.fromkeys(normalise(text) for text in texts))
+    unique = list(dict.fromkeys(normalize(text) for text in texts))
     assert counts == {"documents": 400, "exact": 400 - len(unique), "near": 0}
     tokenize(units, tmp_path / "out", leave_out=[str(found)])
     assert stored_texts(tmp_path / "out") == unique
@@ -142,7 +142,7 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     find_duplicates(units, tmp_path / "twice", read=READ)
     found = [str(tmp_path / "found"), str(tmp_path / "twice")]
     done = tokenize(units, tmp_path / "out", leave_out=found)
-    kept = [normalise(text) for number, text in enumerate(texts) if number not in (3, 9)]
+    kept = [normalize(text) for number, text in enumerate(texts) if number not in (3, 9)]
     assert stored_texts(tmp_path / "out") == list(dict.fromkeys(kept))
     assert done[str(tmp_path / "out")].counts["contaminated"] == 2
     with pytest.raises(UserError, match="no text of 8 words"):
@@ -236,7 +236,7 @@ def test_duplicates_across_corpora_leave_once(tmp_path):
         tokenize(tmp_path / f"{name}.jsonl", tmp_path / name, leave_out=[str(tmp_path / "found")])
     web, wiki = stored_texts(tmp_path / "web"), stored_texts(tmp_path / "wiki")
     assert not set(web) & set(wiki) and len(set(web)) == len(web) and len(set(wiki)) == len(wiki)
-    assert set(web) | set(wiki) == {normalise(text) for text in first + second}
+    assert set(web) | set(wiki) == {normalize(text) for text in first + second}
 
 
 def test_a_group_of_alike_documents_is_read_in_parts(tmp_path, monkeypatch):

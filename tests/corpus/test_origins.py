@@ -23,7 +23,7 @@ from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.takedown import take_down
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.shards import read_manifest, read_rows_manifest
-from deberta_ds.tokenizer.text import normalise
+from deberta_ds.tokenizer.text import normalize
 
 READ = ReadOptions(id_key="name", label_key="lang")
 TEXTS = random_documents(150, longest=5)
@@ -52,7 +52,7 @@ def test_a_row_leads_to_its_documents_and_a_document_to_its_rows(corpus):
         for document, piece in zip(documents, opened.row(row), strict=True):
             origin = origins.of(shard, document)
             number = int(origin.id.removeprefix("doc-"))
-            assert tokenizer.decode(piece) in normalise(TEXTS[number])
+            assert tokenizer.decode(piece) in normalize(TEXTS[number])
             line = Path(origin.source).read_bytes()[origin.place:].splitlines()[0]
             assert json.loads(line)["name"] == origin.name == f"doc-{number}"
             assert origin.label == ("de" if number % 3 else "")
@@ -81,9 +81,9 @@ def test_documents_are_taken_out_and_other_shards_are_links(corpus, tmp_path):
                      tiny_tokenizer(), workers=1)
     assert done["documents"] == 3 and 1 <= done["shards"] <= 3
     left = [(number, text) for number, text in enumerate(TEXTS) if number not in gone]
-    assert stored_texts(tmp_path / "new") == [normalise(text) for _, text in left]
+    assert stored_texts(tmp_path / "new") == [normalize(text) for _, text in left]
     old, new = read_manifest(corpus)[0], read_manifest(tmp_path / "new")[0]
-    characters = sum(len(normalise(TEXTS[number])) for number in gone)
+    characters = sum(len(normalize(TEXTS[number])) for number in gone)
     assert old.counts["characters"] - new.counts["characters"] == characters
     assert new.counts["documents"] == 147 and new.counts["taken_down"] == 3
     assert new.counts["tokens"] == sum(shard.tokens for shard in new.shards)

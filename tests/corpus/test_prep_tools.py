@@ -33,7 +33,7 @@ from deberta_ds.corpus.train_tokenizer import languages_of, sample_texts, train_
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.shards import planned_lengths
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
-from deberta_ds.tokenizer.text import normalise
+from deberta_ds.tokenizer.text import normalize
 
 
 def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
@@ -126,7 +126,7 @@ def test_docstrings_are_deduplicated_english(tmp_path, docstrings):
                for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
     texts = [record["text"] for record in records]
     assert len(texts) == len(set(texts)) == sum(map(int, re.findall(r"(\d+) [th]", said))) > 20
-    assert all(text == normalise(text) and len(text) >= 200 for text in texts)
+    assert all(text == normalize(text) and len(text) >= 200 for text in texts)
     assert not any(record["id"].startswith("/") for record in records)
 
 

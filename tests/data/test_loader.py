@@ -12,19 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.cluster import process
 from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data import loader, reading
-from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.rows import Batch, RowDataset
 
 FIELDS = ("rows", "input_ids", "labels", "segments", "positions")
 
@@ -125,7 +124,7 @@ def test_workers_are_children_of_the_rank_where_pythons_default_is_a_fork_server
         loader = one_rank(dataset, Stretch(0, 4, 4))
         next(loader)
         worker, = multiprocessing.active_children()
-        assert process.look(worker.pid).parent == os.getpid()
+        assert psutil.Process(worker.pid).ppid() == os.getpid()
         assert len(list(loader)) == 3
     finally:
         multiprocessing.set_start_method(usual, force=True)

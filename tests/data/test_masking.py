@@ -96,7 +96,7 @@ def test_ngram_lengths_follow_one_over_n():
 
 
 def test_ngrams_do_not_cross_pieces():
-    """Pieces of one word: neighbours are chosen together no more often than strangers are."""
+    """Pieces of one word: neighbors are chosen together no more often than strangers are."""
     ids = np.array([1, 5, 2, 1, 6, 2, 1, 8, 2, 1, 9, 2], dtype=np.int64)
     pairs = Counter()
     for seed in range(2000):

@@ -89,14 +89,14 @@ def test_every_token_is_in_exactly_one_row(lengths, seq_len, seed):
     tokens = np.random.default_rng(seed).integers(0, VOCAB, total).astype(np.uint16)
     plan = plan_rows(ends, tokens, WORD_STARTS, seq_len)
     covered = np.zeros(total, dtype=np.int64)
-    for start, length in plan.pieces.tolist():
+    for start, length in plan.segments.tolist():
         assert length >= 1
         covered[start : start + length] += 1
     assert (covered == 1).all()
     begins = set([0, *ends.tolist()])
     hard = 0
     for row in range(len(plan.starts) - 1):
-        pieces = plan.pieces[plan.starts[row] : plan.starts[row + 1]]
+        pieces = plan.segments[plan.starts[row] : plan.starts[row + 1]]
         assert len(pieces) and int((pieces[:, 1] + FRAME_TOKENS).sum()) <= seq_len
         for start, length in pieces.tolist():
             inside = [end for end in ends.tolist() if start < end < start + length]
@@ -109,14 +109,14 @@ def test_no_piece_starts_inside_a_word_when_words_are_short():
     tokens = np.tile(np.array([0, 1, 2, 4, 5], dtype=np.uint16), 400)  # words of five tokens
     plan = plan_rows(np.array([len(tokens)]), tokens, WORD_STARTS, 32)
     assert plan.hard_cuts == 0
-    assert WORD_STARTS[tokens[plan.pieces[:, 0]]].all()
+    assert WORD_STARTS[tokens[plan.segments[:, 0]]].all()
 
 
 def test_a_word_longer_than_half_a_row_is_cut_and_counted():
     tokens = np.ones(100, dtype=np.uint16)  # no id that starts a word
     plan = plan_rows(np.array([100]), tokens, WORD_STARTS, 32)
     assert plan.hard_cuts == 3
-    assert plan.pieces[:, 1].max() == 30
+    assert plan.segments[:, 1].max() == 30
 
 
 def test_best_fit_agrees_with_a_loop_from_the_definition():
@@ -145,11 +145,11 @@ def test_rows_are_full_on_natural_lengths():
     lengths = np.maximum(1, generator.lognormal(6.0, 1.1, 3000)).astype(np.int64)
     tokens = generator.integers(0, VOCAB, int(lengths.sum())).astype(np.uint16)
     plan = plan_rows(np.cumsum(lengths), tokens, WORD_STARTS, 512)
-    used = int(plan.pieces[:, 1].sum()) + FRAME_TOKENS * len(plan.pieces)
+    used = int(plan.segments[:, 1].sum()) + FRAME_TOKENS * len(plan.segments)
     assert used / (512 * (len(plan.starts) - 1)) > 0.985
 
 
 def test_an_empty_shard_has_no_rows():
     empty = np.zeros(0, dtype=np.int64)
     plan = plan_rows(empty, empty.astype(np.uint16), WORD_STARTS, 32)
-    assert len(plan.pieces) == 0 and plan.starts.tolist() == [0]
+    assert len(plan.segments) == 0 and plan.starts.tolist() == [0]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deberta_ds.data.mixture import Permutation, mix64
+from deberta_ds.base.splitmix import Permutation, mix64
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "permutation.json"
 

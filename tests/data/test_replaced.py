@@ -19,10 +19,9 @@ from deberta_ds.config.run_config import ConfigError, SourceConfig, load
 from deberta_ds.corpus import replacements
 from deberta_ds.corpus.replacements import Recipe, replace_corpus
 from deberta_ds.data import reading
-from deberta_ds.data.batch import collate
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.replaced import read_replaced_manifest, shard_path
-from deberta_ds.data.rows import RowDataset, eval_sequences
+from deberta_ds.data.rows import RowDataset, collate, eval_sequences
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.reader import load_backbone

@@ -26,9 +26,8 @@ from deberta_ds.base.files import xxh3
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data import reading
-from deberta_ds.data.batch import collate
 from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.rows import RowDataset, eval_sequences
+from deberta_ds.data.rows import RowDataset, collate, eval_sequences
 
 SEQ_LEN = 64
 

@@ -9,12 +9,12 @@ import torch
 from deepspeed import get_accelerator
 from launching import ROOT, make_run, options_of
 
+from deberta_ds.base.errors import ConfigError
 from deberta_ds.config import run_config
-from deberta_ds.config.options import ConfigError
-from deberta_ds.data.batch import Row, collate
+from deberta_ds.data.rows import Row, collate
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.model import cpu
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import build_model
 
 ROWS, LENGTH, VOCABULARY = 64, 128, 640

@@ -16,9 +16,8 @@ from deepspeed.runtime.zero.offload_config import (
 )
 from launching import make_run
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
-from deberta_ds.config.options import ConfigError
 from deberta_ds.config.toml_files import read_toml
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.engine import keep_nothing_gathered

@@ -58,5 +58,5 @@ def test_zero0_in_fp16_divides_by_a_scale_that_the_loss_never_had(found):
                                         "1": pytest.approx(1, rel=1e-2)}
 
 
-def test_a_misspelt_key_is_ignored(found):
-    assert found["misspelt key"] == 1
+def test_a_misspelled_key_is_ignored(found):
+    assert found["misspelled key"] == 1

@@ -8,9 +8,9 @@ import torch
 from launching import deepspeed_json, make_run, options_of
 from torch import nn
 
+from deberta_ds.base.errors import ConfigError
 from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.saved_state import SavedState
-from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig, load
 from deberta_ds.engine import engine, muon
 from deberta_ds.engine.ds_config import problems_with_optimizer

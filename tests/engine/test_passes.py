@@ -12,11 +12,10 @@ import recorded_graph
 import torch
 from launching import ROOT, deepspeed_json, losses, make_run
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.checkpoint.find import list_finished, load_whole_state
 from deberta_ds.config import run_config
-from deberta_ds.config.options import ConfigError
-from deberta_ds.data.batch import Row, collate
+from deberta_ds.data.rows import Row, collate
 from deberta_ds.engine import engine, passes
 from deberta_ds.model.kernels import attention
 from deberta_ds.training.start import check_run

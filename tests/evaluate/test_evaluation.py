@@ -11,12 +11,11 @@ import torch
 from data_helpers import flip_a_bit, make_corpus, random_documents, tiny_tokenizer
 from launching import make_run
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
 from deberta_ds.config.objective import MaskConfig
-from deberta_ds.config.options import ConfigError
 from deberta_ds.data.rows import eval_sequences
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.report.rundata import read_run

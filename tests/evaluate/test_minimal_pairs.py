@@ -28,7 +28,7 @@ from deberta_ds.release.native import write_ours
 from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.release.tokenizer_files import exported_word_ids, write_tokenizer_files
 from deberta_ds.report.pages import render
-from deberta_ds.tokenizer import piece_starts_word
+from deberta_ds.tokenizer import subword_starts_word
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tracking.records import read_metrics
 from deberta_ds.training.held_out import score_minimal_pairs
@@ -70,7 +70,7 @@ def discriminator() -> LoadedModel:
 def words_of(ids: list[int]) -> list[range]:
     """Return the columns of each word between [CLS] and [SEP], from the pieces' text."""
     pieces = tiny_tokenizer().pieces(ids)
-    starts = [k for k in range(1, len(ids) - 1) if k == 1 or piece_starts_word(pieces[k])]
+    starts = [k for k in range(1, len(ids) - 1) if k == 1 or subword_starts_word(pieces[k])]
     return [range(start, end)
             for start, end in zip(starts, [*starts[1:], len(ids) - 1], strict=True)]
 
@@ -115,7 +115,7 @@ def test_pseudo_log_likelihoods_equal_a_loop_over_transformers_layers(
         family, scoring, words_of_transformers):
     model = masked_model(family)
     found, name = pair_scores.score_pairs(model, PAIRS, scoring).scores, f"pll_{scoring}"
-    assert set(found) == {name, "pll_piece"}
+    assert set(found) == {name, "pll_token"}
     log_probabilities = transformers_log_probabilities(model)  # turns the heads into float64
     mask_id = tiny_tokenizer().mask_id
     several = 0
@@ -132,7 +132,7 @@ def test_pseudo_log_likelihoods_equal_a_loop_over_transformers_layers(
                     hidden = [mask_id if k == column else token for k, token in enumerate(ids)]
                     by_token += float(log_probabilities(hidden, column)[ids[column]])
             assert found[name][number, side] == pytest.approx(by_word, rel=1e-5)
-            assert found["pll_piece"][number, side] == pytest.approx(by_token, rel=1e-5)
+            assert found["pll_token"][number, side] == pytest.approx(by_token, rel=1e-5)
     assert several > 5  # words of several pieces, or the two readings are one
 
 

@@ -10,8 +10,7 @@ from data_helpers import make_corpus, random_documents, tiny_tokenizer
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
-from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import eval_sequences
+from deberta_ds.data.rows import collate, eval_sequences
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.native import write_ours
@@ -83,7 +82,7 @@ def test_models_without_the_heads_are_refused(model, rows, tmp_path):
 
 def test_rows_longer_than_a_model_s_positions_are_refused(model, rows):
     longer = [dataclasses.replace(rows[0], input_ids=np.zeros(65, np.int64))]
-    with pytest.raises(UserError, match="has 64 positions, but the rows have up to 65 tokens"):
+    with pytest.raises(UserError, match="has 64 positions, but the sequences have up to 65 tokens"):
         score_discriminator(model, model, {"": longer})
 
 

@@ -85,8 +85,8 @@ def test_entities_of_annotation_tools(tmp_path, name):
 
 @pytest.mark.parametrize(("entities", "said"), [
     ([[0, 3, "A"], [2, 5, "B"]], "A and B overlap at character 2"),
-    ([[0, 99, "A"]], r"A \[0, 99\) is no piece of a text of 10 characters"),
-    ([[3, 3, "A"]], "is no piece of"), ([["0", 3, "A"]], "is no entity; it is"),
+    ([[0, 99, "A"]], r"A \[0, 99\) is no part of a text of 10 characters"),
+    ([[3, 3, "A"]], "is no part of"), ([["0", 3, "A"]], "is no entity; it is"),
     ([{"start": 0, "end": 3, "label": "A", "text": "xyz"}], "'xyz' is not at character 0"),
     ([[0, 3, "C"]], "must be one of 'O', 'B-A'")])
 def test_entities_that_are_none_are_named_with_their_row(tmp_path, entities, said):
@@ -115,7 +115,7 @@ def test_ends_that_may_count_the_last_letter_in_are_pointed_out(tmp_path):
     assert "5 of 5 entities end one letter before their word does" in said
 
 
-def test_rejected_and_unlabelled_texts_are_left_out_by_name(tmp_path):
+def test_rejected_and_unlabeled_texts_are_left_out_by_name(tmp_path):
     good = {"text": "abc", "spans": [{"start": 0, "end": 3, "label": "A"}], "answer": "accept"}
     rows = [good, good | {"answer": "reject"}, {"text": "x"}]
     with pytest.raises(UserError, match=r'2 of 3 rows(?s:.*)ignore_labels = \[""\]'):

@@ -18,7 +18,7 @@ from deberta_ds.finetuning.heads import loss_sum
 from deberta_ds.finetuning.models import build_model
 from deberta_ds.finetuning.predict import predictions_of
 from deberta_ds.finetuning.run import finetuned_model
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.readers import carve, read_split

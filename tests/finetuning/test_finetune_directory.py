@@ -25,7 +25,7 @@ from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.models import build_model, open_start, start_from
 from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.finetuning.run import finetuned_model
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.release.reader import load_backbone
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import task_named

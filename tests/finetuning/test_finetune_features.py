@@ -17,8 +17,7 @@ from deberta_ds.finetuning import inputs as encoding
 from deberta_ds.finetuning.features import TooLongError, collate, encode, token_range, window_starts
 from deberta_ds.finetuning.heads import MentionHead, TaskModel, loss_sum, mean_by
 from deberta_ds.finetuning.predict import num_scores, predictions_of
-from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.tasks.layouts import Example, TextSpan, without_highlight_marks
 from deberta_ds.tasks.readers import Split, read_split
 from deberta_ds.tasks.settings import Settings

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from data_helpers import run_main
-from test_metrics_references import labelled
+from test_metrics_references import labeled
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks import metrics, submission
@@ -119,7 +119,7 @@ def test_broken_tables_are_named(official):
         read_split(task_named("CoLA"), official, "test")
 
 
-TESTS = {task.name: labelled([None] * 3) for task in GLUE}
+TESTS = {task.name: labeled([None] * 3) for task in GLUE}
 
 
 def lines_of(task, guesses=None) -> str:

@@ -17,7 +17,7 @@ from superglue_helpers import SAMPLE, read_lines, save_random, tiny_start, token
 from test_metrics_references import task_of
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.cluster import lock, process
+from deberta_ds.cluster import lock
 from deberta_ds.finetuning import loop, sweep
 from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
 from deberta_ds.finetuning.models import build_model, keep_head, open_start
@@ -113,7 +113,7 @@ def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
         sweep.run_all(plan(tmp_path))
     result.unlink()
     lock.take(tmp_path / "CB" / "seed-1" / lock.NAME, dataclasses.replace(
-        lock.this_process(), pid=os.getppid(), started=process.look(os.getppid()).started))
+        lock.this_process(), pid=os.getppid(), started=lock.started_at(os.getppid())))
     with pytest.raises(UserError, match="another job writes there"):
         sweep.run_all(plan(tmp_path))
 

@@ -108,7 +108,7 @@ def test_sift_has_the_published_weight_unless_it_is_set(tmp_path, monkeypatch):
     monkeypatch.setattr("deberta_ds.engine.engine.check_machine", lambda *_: [])
     monkeypatch.setattr("deberta_ds.finetuning.models.open_start", lambda *_: tiny_start())
     monkeypatch.setattr("deberta_ds.training.start.agreed_kernels", lambda choose: ["none"])
-    monkeypatch.setattr("deberta_ds.training.start.join", lambda asked: None)
+    monkeypatch.setattr("deberta_ds.training.start.join", lambda asked: torch.device("cpu"))
     given = argparse.Namespace(
         sift=True, config=None, data="x", deepspeed_config=None, model="m", tokenizer=None, seeds=1,
         out=tmp_path, carve_train=[], any_size=True, max_bad=0, skip_test=False)
@@ -140,7 +140,7 @@ def test_there_is_a_preset_for_every_size():
     (8, True, "ds_configs/zero1_bf16.json")])
 def test_a_gpu_with_bf16_takes_it_unless_told(monkeypatch, gpus, able, name):
     """In fp32 a GPU's kernels lie idle, and that was the default."""
-    monkeypatch.setattr("deberta_ds.engine.gpus.count_gpus", lambda: gpus)
+    monkeypatch.setattr("deberta_ds.cluster.launcher.count_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: able)
     found, values = options.deepspeed(None)
     assert found == name and ds_config.precision(values) == ("bf16" if "bf16" in name else "fp32")

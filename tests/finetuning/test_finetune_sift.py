@@ -13,8 +13,7 @@ from deberta_ds.finetuning.answers import NEVER
 from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.heads import TaskModel, adversarial_divergence, divergence
 from deberta_ds.finetuning.loop import stream
-from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import task_named
 
@@ -44,7 +43,7 @@ def test_divergences_are_their_formulas():
     torch.testing.assert_close(divergence(s, u, "kl"), wanted)
 
 
-def test_what_a_longer_neighbour_pads_an_answer_with_weighs_nothing():
+def test_what_a_longer_neighbor_pads_an_answer_with_weighs_nothing():
     scores, target = torch.tensor([[1.0, 2.0, 5.0]]), torch.tensor([[0.0, 0.0, 3.0]])
     padding = torch.full((1, 7), NEVER)
     padded = [torch.cat([values, padding], 1) for values in (scores, target)]

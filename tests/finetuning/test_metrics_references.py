@@ -31,7 +31,7 @@ def task_of(*names: str, head: str = "classify", labels=()) -> Task:
     return Task(name="mine", head=head, texts=("a",), labels=tuple(labels), metrics=names)
 
 
-def labelled(gold) -> list[Example]:
+def labeled(gold) -> list[Example]:
     return [Example((n,), (("a",),), label) for n, label in enumerate(gold)]
 
 
@@ -47,21 +47,21 @@ def some_classes(dice: random.Random) -> tuple[int, list[int], list[int]]:
 def classes(dice: random.Random) -> Compared:
     size, gold, guess = some_classes(dice)
     task = task_of("accuracy", "macro_f1", "matthews_multi", labels=string.ascii_letters[:size])
-    found = metrics.score(task, labelled(gold), guess)
+    found = metrics.score(task, labeled(gold), guess)
     for name, wanted in (
             ("accuracy", sklearn_metrics.accuracy_score(gold, guess)),
             ("macro_f1", sklearn_metrics.f1_score(gold, guess, average="macro", zero_division=0)),
             ("matthews_multi", sklearn_metrics.matthews_corrcoef(gold, guess))):
         yield name, "scikit-learn", found[name], wanted
-    counts = metrics.class_counts(task, labelled(gold), guess)
+    counts = metrics.class_counts(task, labeled(gold), guess)
     assert [right for _, right, _ in counts.values()] == [gold.count(n) for n in range(size)]
-    assert metrics.confusion(task, labelled(gold), guess) == (
+    assert metrics.confusion(task, labeled(gold), guess) == (
         sklearn_metrics.confusion_matrix(gold, guess, labels=range(size)).tolist())
     gold, guess = np.array(gold) % 2, np.array(guess) % 2
     for name, wanted in (("binary_f1", sklearn_metrics.f1_score(gold, guess, zero_division=0)),
                          ("matthews", sklearn_metrics.matthews_corrcoef(gold, guess))):
         task = task_of(name, labels="ab")
-        yield name, "scikit-learn", metrics.score(task, labelled(gold), guess)[name], wanted
+        yield name, "scikit-learn", metrics.score(task, labeled(gold), guess)[name], wanted
 
 
 def several_labels(dice: random.Random) -> Compared:
@@ -69,7 +69,7 @@ def several_labels(dice: random.Random) -> Compared:
     gold, guess = numbers.integers(0, 2, (2, numbers.integers(1, 30), 4)) * numbers.integers(0, 2,
                                                                                              4)
     task = task_of("micro_f1", "macro_f1", "exact_labels", head="multilabel", labels="abcd")
-    examples, predictions = labelled(map(tuple, gold)), [tuple(row) for row in guess]
+    examples, predictions = labeled(map(tuple, gold)), [tuple(row) for row in guess]
     found = metrics.score(task, examples, predictions)
     for average in ("micro", "macro"):
         yield f"{average}_f1 (several labels)", "scikit-learn", found[f"{average}_f1"], (
@@ -86,7 +86,7 @@ def numbers(dice: random.Random) -> Compared:
     made = np.random.default_rng(dice.randrange(1 << 30))
     scale, count = dice.choice([1e-9, 1e-3, 1.0, 1e6, 1e200]), dice.choice([2, 3, 30])
     gold, guess = made.integers(0, 20, count) / 4, made.normal(size=count).round(1)
-    found = metrics.score(task_of("pearson", "spearman", head="regress"), labelled(gold * scale),
+    found = metrics.score(task_of("pearson", "spearman", head="regress"), labeled(gold * scale),
                           guess)
     is_constant = len({*gold}) == 1 or len({*guess}) == 1
     for name, wanted in (("pearson", stats.pearsonr(gold, guess)[0]),
@@ -103,7 +103,7 @@ def superglue(dice: random.Random) -> Compared:
         right = sum(g == p == label for g, p in zip(gold, guess, strict=True))
         precision, recall = (right / max(side.count(label), 1) for side in (guess, gold))
         of_classes.append(2 * precision * recall / (precision + recall) if right else 0.0)
-    found = metrics.score(task_named("CB"), labelled(gold), guess)
+    found = metrics.score(task_named("CB"), labeled(gold), guess)
     yield "macro_f1 (CB)", "jiant", found["macro_f1"], sum(of_classes) / 3
     yield "accuracy (CB)", "jiant", found["accuracy"], sum(map(int.__eq__, gold, guess)) / 9
 
@@ -175,7 +175,7 @@ def spans(dice: random.Random) -> Compared:
     guess = [["O" if empty else tag if dice.random() < 0.6 else dice.choice(tags) for tag in row]
              for row in gold]
     task = task_of("span_f1", "tag_accuracy", head="tags", labels=tags)
-    examples = labelled(tuple(map(tags.index, row)) for row in gold)
+    examples = labeled(tuple(map(tags.index, row)) for row in gold)
     predictions = [tuple(map(tags.index, row)) for row in guess]
     found = metrics.score(task, examples, predictions)
     if scheme in ("BIO", "IO"):
@@ -211,7 +211,7 @@ def spans_by_their_scheme(dice: random.Random) -> Compared:
     labels = sorted({tag for side in sides for tag in side})
     found = metrics.score(
         task_of("span_f1", head="tags", labels=labels),
-        labelled([tuple(map(labels.index, sides[0]))]), [tuple(map(labels.index, sides[1]))])
+        labeled([tuple(map(labels.index, sides[0]))]), [tuple(map(labels.index, sides[1]))])
     scheme = schemes.IOBES if single == "S" else schemes.BILOU
     yield f"span_f1 ({scheme.__name__})", "seqeval, strict", found["span_f1"], (
         seqeval.f1_score([sides[0]], [sides[1]], mode="strict", scheme=scheme))
@@ -310,8 +310,8 @@ def test_scores_are_those_of_the_reference(case):
 def test_classes_that_occur_nowhere_do_not_count():
     """Five labels in train, three in validation, all right: macro F1 was 60.0."""
     task = task_of("macro_f1", labels="abcde")
-    assert metrics.score(task, labelled([0, 2, 4]), [0, 2, 4]) == {"macro_f1": 1.0}
-    found = metrics.score(task_named("CB"), labelled([0, 2]), [0, 2])
+    assert metrics.score(task, labeled([0, 2, 4]), [0, 2, 4]) == {"macro_f1": 1.0}
+    found = metrics.score(task_named("CB"), labeled([0, 2]), [0, 2])
     assert found["macro_f1"] == pytest.approx(2 / 3)  # CB's official rule: all three
 
 
@@ -319,8 +319,8 @@ def test_classes_that_occur_nowhere_do_not_count():
                                    [np.inf, 1.0, 2.0]])
 def test_constants_and_what_is_no_number_correlate_with_nothing(guess):
     task = task_of("pearson", head="regress")
-    assert metrics.score(task, labelled([1.0, 2.0, 4.0]), guess) == {"pearson": 0.0}
-    assert metrics.score(task, labelled([0.1] * 3), [1.0, 2.0, 4.0]) == {"pearson": 0.0}
+    assert metrics.score(task, labeled([1.0, 2.0, 4.0]), guess) == {"pearson": 0.0}
+    assert metrics.score(task, labeled([0.1] * 3), [1.0, 2.0, 4.0]) == {"pearson": 0.0}
 
 
 @pytest.mark.parametrize(("text", "gold", "guess", "f1"), [
@@ -340,9 +340,9 @@ def test_nothing_warns_on_one_class_one_example_and_no_span():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in ("accuracy", "macro_f1", "matthews_multi", "binary_f1"):
-            metrics.score(task_of(name, labels="ab"), labelled([0]), [0])
+            metrics.score(task_of(name, labels="ab"), labeled([0]), [0])
         tags = task_of("span_f1", head="tags", labels=("O", "B"))
-        assert metrics.score(tags, labelled([(0, 0)]), [(0, 0)]) == {"span_f1": 0.0}
+        assert metrics.score(tags, labeled([(0, 0)]), [(0, 0)]) == {"span_f1": 0.0}
 
 
 def print_table() -> None:

@@ -1,4 +1,4 @@
-"""Metrics, and scores of every labelled table: intervals, classes, groups, texts, own tasks."""
+"""Metrics, and scores of every labeled table: intervals, classes, groups, texts, own tasks."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from superglue_helpers import (
     write_lines,
 )
 from test_finetune_own import rows_of, train, write_task
-from test_metrics_references import labelled, task_of
+from test_metrics_references import labeled, task_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import predict as predict_module
@@ -52,7 +52,7 @@ CASES = {
 def test_intervals_are_percentiles_of_the_metric_over_drawn_examples(head, monkeypatch):
     monkeypatch.setattr(predict_module, "_SAMPLES", 200)
     names, labels, gold, guess = CASES[head]
-    task, examples = task_of(*names, head=head, labels=labels), labelled(gold)
+    task, examples = task_of(*names, head=head, labels=labels), labeled(gold)
     found = scores_of(task, examples, guess)
     dice, drawn = np.random.default_rng(0), []
     for _ in range(200):
@@ -71,7 +71,7 @@ def test_intervals_are_percentiles_of_the_metric_over_drawn_examples(head, monke
 @pytest.mark.parametrize("head", ["classify", "multilabel"])
 def test_classes_are_scored_as_by_scikit_learn(head):
     names, labels, gold, guess = CASES[head]
-    found = scores_of(task_of(*names, head=head, labels=labels), labelled(gold), guess)["classes"]
+    found = scores_of(task_of(*names, head=head, labels=labels), labeled(gold), guess)["classes"]
     wanted = sklearn.metrics.precision_recall_fscore_support(gold, guess, zero_division=0)
     assert list(found) == list(labels)
     for values, *theirs in zip(found.values(), *wanted, strict=True):
@@ -94,7 +94,7 @@ def test_units_are_multircs_questions_and_ax_gs_pairs():
 def test_groups_and_questions_without_an_answer_are_scored_apart():
     task = dataclasses.replace(task_of("accuracy", labels="ab"), columns={"group": "language"})
     examples = [dataclasses.replace(example, group=group)
-                for example, group in zip(labelled([0, 1, 1, 0]), ("en", "de", "en", None),
+                for example, group in zip(labeled([0, 1, 1, 0]), ("en", "de", "en", None),
                                           strict=True)]
     found = scores_of(task, [*examples, Example((9,), (("a",),))], [0, 0, 1, 0, 1])
     assert found["examples"] == 4 and found["unlabelled"] == 1
@@ -122,7 +122,7 @@ def test_tables_fit_80_columns(labels):
     names = ("accuracy", "macro_f1", "matthews_multi")
     task = dataclasses.replace(task_of(*names, labels=labels), columns={"group": "language"})
     examples = [dataclasses.replace(example, group=labels[k % 2])
-                for k, example in enumerate(labelled(gold))]
+                for k, example in enumerate(labeled(gold))]
     text = as_text("val", scores_of(task, examples, guess))
     for line in text.splitlines():
         assert sum(1 + (unicodedata.east_asian_width(x) in "WF") for x in line) <= 80, line
@@ -261,7 +261,7 @@ def test_gender_parity_pairs_neighboring_lines():
 
 
 def test_failed_runs():
-    task, gold = task_named("RTE"), labelled([0, 0, 0, 1, 1])
+    task, gold = task_named("RTE"), labeled([0, 0, 0, 1, 1])
     assert metrics.failure(task, gold, [1] * 5) == "every prediction is 'entailment'"
     assert metrics.failure(task, gold, [0, 0, 1, 0, 1]) == (
         "accuracy 60.0 is not above the majority's 60.0")

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
-from deberta_ds.data.batch import Row, collate
+from deberta_ds.data.rows import Row, collate
 from deberta_ds.model import encoder
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.encoder import gather_columns
-from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 

@@ -23,12 +23,11 @@ from hugging_face_models import (
     random_values,
 )
 
-from deberta_ds.data.batch import Batch
+from deberta_ds.data.rows import Batch
 from deberta_ds.model import encoder
-from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.model.init import init_parameters
 from deberta_ds.release import configs, names
 
 LENGTHS = (33, 128, 512)
@@ -152,7 +151,7 @@ def rows_of_pieces(ids, apart):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_detector_learns_from_packed_pieces_as_transformers_from_each_alone(family):
-    """Many tokens of a row read one [CLS] state, and no piece sees its neighbours."""
+    """Many tokens of a row read one [CLS] state, and no piece sees its neighbors."""
     config = FAMILIES[family]
     backbone = random_values(Backbone(config)).eval()
     head = random_values(ReplacedTokenHead(config)).eval()

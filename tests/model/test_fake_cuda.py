@@ -144,7 +144,7 @@ def fake_card(monkeypatch):
                  (kernel_check, "check", lambda *_arguments: "fake"))
     for stand_in in stand_ins:
         monkeypatch.setattr(*stand_in)
-    monkeypatch.delenv(kernel_check.OFF, raising=False)
+    monkeypatch.delenv(choose.OFF, raising=False)
     choose.pick.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True), OneDevice():
         yield

@@ -6,12 +6,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.data.batch import Row, collate
+from deberta_ds.data.rows import Row, collate
 from deberta_ds.model import flops
-from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.model.init import init_parameters
 
 ROWS, LENGTH, TARGETS = 2, 64, 8
 

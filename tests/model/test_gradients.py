@@ -12,9 +12,8 @@ from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenize
 
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig, from_dict
-from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import RowDataset
-from deberta_ds.model.init import init_parameters
+from deberta_ds.data.rows import RowDataset, collate
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import build_model
 
 V1 = {"position_buckets": 0, "share_position_projections": False, "relative_norm": False,

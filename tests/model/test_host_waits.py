@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_iter  # noqa: E402
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig  # noqa: E402
-from deberta_ds.data.batch import Row, collate  # noqa: E402
+from deberta_ds.data.rows import Row, collate
 from deberta_ds.engine import passes  # noqa: E402
 from deberta_ds.engine.engine import Update, update  # noqa: E402
 from deberta_ds.engine.passes import HookedPasses  # noqa: E402

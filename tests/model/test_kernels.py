@@ -24,7 +24,7 @@ SMALL = ModelConfig(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2,
 def card(monkeypatch):
     """Function that pretends to have a card of some capability, whose checks end as told."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.delenv(kernel_check.OFF, raising=False)
+    monkeypatch.delenv(choose.OFF, raising=False)
 
     def pretend(capability=(9, 0), passed=True):
         def check(*_arguments) -> str:

@@ -54,7 +54,7 @@ def test_loss_and_gradients(chunk, valid, dtype, tolerance):
 
 @pytest.mark.parametrize("wrong", [-101, -1, 203, 210, VOCAB, 10**6])
 def test_a_label_that_cannot_be_predicted_is_an_error(wrong):
-    """It gave a loss like any other, and a gradient that pulled towards no id."""
+    """It gave a loss like any other, and a gradient that pulled toward no id."""
     leaves, labels, _ = _inputs()
     labels[5] = wrong
     with pytest.raises(ValueError, match="not all in 0..202"):

@@ -15,14 +15,13 @@ from launching import ROOT, make_run
 
 from deberta_ds.base.splitmix import GAMMA, MASK64, mix64
 from deberta_ds.config import run_config
-from deberta_ds.config.model import MODELS
+from deberta_ds.config.model import MODELS, decoder_problems
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, SourceConfig
-from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.rows import RowDataset, collate
 from deberta_ds.model import flops
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.encoder import Encoder
-from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives import base, mlm, rtd, rtd_cached
 from deberta_ds.objectives.base import masked_headline
 from deberta_ds.objectives.build import build_model, held_parameters
@@ -195,7 +194,8 @@ def test_a_masked_lm_is_scored_per_target():
 @pytest.mark.parametrize("layers, absolute, wrong", [
     (1, False, True), (2, False, False), (1, True, False)])
 def test_a_decoder_needs_a_layer_below_it(layers, absolute, wrong):
-    assert bool(base.decoder_problem(layers, absolute, "model.num_layers")) == wrong
+    config = SimpleNamespace(absolute_input=absolute)
+    assert bool(decoder_problems(layers, config, "model.num_layers")) == wrong
 
 
 def test_a_part_waits_or_stays_and_a_model_is_told_what_to_recompute(tmp_path):

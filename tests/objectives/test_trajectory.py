@@ -14,7 +14,7 @@ from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.engine.optim import decay_groups, learning_rate
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from launching import ENVIRONMENT, ROOT, make_run, python
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
-from deberta_ds.config.options import ConfigError
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import GPUS, card_of, cpu_ranks, peak_flops
 from deberta_ds.engine.passes import are_summed
@@ -185,7 +184,7 @@ def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
     parameters = count_parameters(on_meta(build_model, run))
     width = 2 * ("offload_param" in ds["zero_optimization"])
     [line] = offloaded(choices, 4)
-    assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each host's memory" in line
+    assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each node's memory" in line
     assert "not in the times" in line and offloaded([replace(choices[0], memory=replace(
         choices[0].memory, offloaded=0))], 4) == []
 

@@ -22,7 +22,8 @@ from launching import deepspeed_json, losses, make_run, options_of
 from safetensors.torch import load_file
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.data.batch import IGNORE, Row, collate
+from deberta_ds.data.masking import IGNORE
+from deberta_ds.data.rows import Row, collate
 from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_masked_lm
 from deberta_ds.finetuning.models import open_start
 from deberta_ds.publish.convert import convert

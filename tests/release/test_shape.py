@@ -8,10 +8,9 @@ from data_helpers import RUN_RECORD, tiny_tokenizer
 from export_cases import FAMILIES, make_release
 from launching import make_run
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
 from deberta_ds.config.model import padded_rows
-from deberta_ds.config.options import ConfigError
 from deberta_ds.publish.convert import WRITERS
 from deberta_ds.release.native import write_ours
 from deberta_ds.release.reader import read_release, read_shapes

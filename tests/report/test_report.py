@@ -165,12 +165,12 @@ def test_a_fold_shows_what_was_set_and_no_empty_values(tmp_path):
     assert "<summary>Software versions<small>python 3.11.2, " in text
 
 
-def test_minimal_pairs_have_the_colour_of_the_network_that_is_scored(tmp_path):
+def test_minimal_pairs_have_the_color_of_the_network_that_is_scored(tmp_path):
     """They had the generator's, while the discriminator is scored."""
     for kind, networks in (("rtd", ["second", "main", "main"]), ("mlm", ["main", "main"])):
         run = read_run(make_run(tmp_path / kind, make_records(kind=kind), kind, kind))
-        colours = {metric.network: charts.color_of(metric, run) for metric in run.metrics}
-        assert list(colours.values()) == networks and "grammar" in colours
+        colors = {metric.network: charts.color_of(metric, run) for metric in run.metrics}
+        assert list(colors.values()) == networks and "grammar" in colors
 
 
 def test_null_numbers_leave_a_gap(tmp_path):

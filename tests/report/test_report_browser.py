@@ -215,7 +215,7 @@ def test_flat_tiny_and_huge_values_have_few_short_ticks(tmp_path, unit):
     cards = [Chart("x", "x", "", unit, [Series("x", list(enumerate(values)), "main", "trend")],
                    from_zero=from_zero, last_x=len(values) - 1)
              for values in FLAT for from_zero in (False, True)]
-    page = render("attention.html", model="", text="", pieces="[]", shown=[], labelled=False,
+    page = render("attention.html", model="", text="", pieces="[]", shown=[], labeled=False,
                   layers={}, charts=cards)
     found = probed(page, READ_TICKS, 1400, tmp_path)["charts"]
     for card, drawn in zip(cards, found, strict=True):

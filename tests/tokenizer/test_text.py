@@ -19,9 +19,9 @@ from deberta_ds.tokenizer.text import (
     BadTextError,
     encodable_parts,
     letter_share,
-    normalise,
-    normalise_all,
-    normalise_and_count,
+    normalize,
+    normalize_all,
+    normalize_and_count,
 )
 
 
@@ -34,18 +34,18 @@ from deberta_ds.tokenizer.text import (
      ("\u0645\u06cc\u200c\u062e\u0648", "\u0645\u06cc\u200c\u062e\u0648"),
      ("under\u2581score", "under_score"), ("", ""), (" \n\x00 ", "")])
 def test_rules(raw, clean):
-    assert normalise(raw) == clean
+    assert normalize(raw) == clean
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=60))
 def test_idempotent_and_round_trip(raw):
     try:
-        clean = normalise(raw)
+        clean = normalize(raw)
     except BadTextError:
         assert any("\ud800" <= c <= "\udfff" for c in raw)
         return
-    assert normalise(clean) == clean
+    assert normalize(clean) == clean
     tokenizer = tiny_tokenizer()
     assert tokenizer.decode(tokenizer.encode(clean)) == clean
 
@@ -53,10 +53,10 @@ def test_idempotent_and_round_trip(raw):
 @settings(max_examples=300, deadline=None)
 @given(st.text("a \n\r\t\x00\u00e4\u0301\u3000\u4e00", max_size=60))
 def test_long_texts_follow_the_same_rules(raw):
-    expected = normalise_and_count(raw)
+    expected = normalize_and_count(raw)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "_LONG", 1)
-        assert normalise_and_count(raw) == expected
+        assert normalize_and_count(raw) == expected
         patch.setattr(rules, "_FRONT", 2)
         assert rules.has_text(raw) == bool(expected[0])
 
@@ -65,23 +65,23 @@ def test_long_texts_follow_the_same_rules(raw):
 @given(st.lists(st.text("a .\n\r\x0b\x00\x7f\u00e4\u0301\u1112\u1161\u200b\u3000\u2581\U0001f600",
                         max_size=20), max_size=8), st.booleans())
 def test_texts_at_once_are_what_each_is_alone(raw, is_long):
-    alone = [normalise_and_count(text) for text in raw]
+    alone = [normalize_and_count(text) for text in raw]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "_LONG", 1 if is_long else 1 << 13)
-        texts, removed = normalise_all(raw)
+        texts, removed = normalize_all(raw)
     assert texts == [text for text, _ in alone] and removed == sum(count for _, count in alone)
 
 
 def test_removed_characters_are_counted():
-    assert normalise_and_count("a\x00b\u200b\x07 \u00e4\ufeff\r\n") == ("ab \u00e4", 4)
-    assert normalise_and_count("nothing\tto remove") == ("nothing to remove", 0)
+    assert normalize_and_count("a\x00b\u200b\x07 \u00e4\ufeff\r\n") == ("ab \u00e4", 4)
+    assert normalize_and_count("nothing\tto remove") == ("nothing to remove", 0)
 
 
 def test_lone_surrogates_are_bad():
     with pytest.raises(BadTextError):
-        normalise("x\ud800y")
+        normalize("x\ud800y")
     with pytest.raises(BadTextError):
-        normalise_all(["good", "x\ud800y", "\u00e4"])
+        normalize_all(["good", "x\ud800y", "\u00e4"])
     with pytest.raises(BadTextError):
         rules.has_text("x" * 100 + "\ud800")
     for encode in (tiny_tokenizer().encode, tiny_tokenizer().encode_with_offsets):
@@ -140,14 +140,14 @@ def published(tokenizer):
 
 
 @pytest.mark.parametrize("text", RAW)
-def test_raw_text_gets_the_ids_of_normalised_text(tokenizer, published, text):
+def test_raw_text_gets_the_ids_of_normalized_text(tokenizer, published, text):
     """Soft hyphens gave 11 ids downstream where pretraining had 3."""
-    assert normalise(text) != text or "joiners" in text
-    expected = tokenizer.encode(normalise(text))
+    assert normalize(text) != text or "joiners" in text
+    expected = tokenizer.encode(normalize(text))
     assert tokenizer.encode(text) == expected
-    assert tokenizer.encode_array(normalise(text)).tolist() == expected
+    assert tokenizer.encode_array(normalize(text)).tolist() == expected
     assert published.encode(text, add_special_tokens=False).ids == expected
-    assert tokenizer.decode(expected) == normalise(text)
+    assert tokenizer.decode(expected) == normalize(text)
 
 
 def test_offsets_are_those_of_the_raw_text(tokenizer):
@@ -164,7 +164,7 @@ def test_offsets_are_those_of_the_raw_text(tokenizer):
 def test_offsets_of_letters_that_grow_or_shrink(tokenizer):
     text = "x a\u0301\u0327\u0316b \ufb2cy \u00f3\u0323z"
     ids, offsets = tokenizer.encode_with_offsets(text)
-    assert ids == tokenizer.encode(text) == tokenizer.encode(normalise(text))
+    assert ids == tokenizer.encode(text) == tokenizer.encode(normalize(text))
     for letter in "xbyz":
         place = [text[start:end].strip() for start, end in offsets].index(letter)
         assert text[offsets[place][1] - 1] == letter
@@ -178,12 +178,12 @@ def test_what_follows_a_mask_has_the_ids_that_it_has_in_a_text(tokenizer, publis
     assert published.encode(text).ids == encode_with_masks(tokenizer, text)
 
 
-def test_normalised_text_is_left_alone(tokenizer, published):
+def test_normalized_text_is_left_alone(tokenizer, published):
     generator = random.Random(0)
     letters = [chr(code) for code in range(0x20, 0x2E00)
                if unicodedata.category(chr(code))[0] not in "C"]
     for text in [*SENTENCES, *("".join(generator.choices(letters, k=20)) for _ in range(300))]:
-        text = normalise(text)
+        text = normalize(text)
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert published.encode(text, add_special_tokens=False).ids == ids

@@ -10,7 +10,7 @@ import sentencepiece
 from data_helpers import SENTENCES, tiny_tokenizer, tokenizer_path
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.tokenizer import SPACE_MARK, Tokenizer, piece_starts_word
+from deberta_ds.tokenizer import SPACE_MARK, Tokenizer, subword_starts_word
 
 
 def test_special_ids():
@@ -63,7 +63,7 @@ def test_offsets_cover_the_words(text):
      ("ไทย", True), ("한", False), ("\u0301", False), ("\u0e31", False), ("<0xE4>", True),
      ("<0xB8>", False), ("<0xC3>", False), ("<0x41>", False), ("<0xF0>", True), ("ة", False)])
 def test_word_start_rule(piece, starts):
-    assert piece_starts_word(piece) is starts
+    assert subword_starts_word(piece) is starts
 
 
 def test_refuses_other_models(tmp_path):

@@ -17,12 +17,11 @@ from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
-from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.rows import RowDataset, collate
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer, text
 from deberta_ds.tokenizer.publish import add_special_tokens, special_token
-from deberta_ds.tokenizer.text import normalise
+from deberta_ds.tokenizer.text import normalize
 
 READ = ReadOptions("line")
 PIECES = {"byte_bpe": 620, "bpe": 620, "wordpiece": 380}
@@ -68,9 +67,9 @@ def test_trained_kinds_have_our_special_ids_and_our_text_rules(trained, lines):
     theirs = transformers.AutoTokenizer.from_pretrained(trained.path)
     for raw in RAW:
         ids = trained.encode(raw)
-        assert ids == trained.encode(normalise(raw)) == theirs(raw)["input_ids"][1:-1]
+        assert ids == trained.encode(normalize(raw)) == theirs(raw)["input_ids"][1:-1]
         if trained.kind != "wordpiece":
-            assert trained.decode(ids) == normalise(raw)
+            assert trained.decode(ids) == normalize(raw)
             assert trained.unk_id not in ids
     again = train(trained.path.name, lines, lines.parent / "again")
     assert again.sha256 == trained.sha256

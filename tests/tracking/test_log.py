@@ -18,7 +18,7 @@ from deberta_ds.config.run_config import LogConfig
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import OBJECTIVES
 from deberta_ds.tracking import records, trackers
-from deberta_ds.tracking.log import RunLog
+from deberta_ds.tracking.log import RunLog, trackers_of
 from deberta_ds.tracking.records import read_metrics
 
 METRICS = {kind: (*objective.METRICS, MINIMAL_PAIRS) for kind, objective in OBJECTIVES.items()}
@@ -270,20 +270,20 @@ RECORD = {"kind": "train", "step": 3, "loss": 2.5, "grad_norm": None}
 
 
 def test_a_service_without_its_library_is_named(monkeypatch):
-    assert trackers.chosen(LogConfig()) == [trackers.tensorboard]
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    assert trackers_of(LogConfig()) == [trackers.tensorboard]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="log.wandb = 'mine': needs the package wandb, which is"):
-        trackers.chosen(LogConfig(wandb="mine"))
+        trackers_of(LogConfig(wandb="mine"))
 
 
 def test_a_tracker_of_ones_own_gets_every_record(tmp_path):
     own = tmp_path / "tracker.py"
     own.write_text("SEEN = []\ndef log(record):\n    SEEN.append(record['step'])\n")
-    _, opened = trackers.chosen(LogConfig(callbacks=(f"{own}:log",)))
+    _, opened = trackers_of(LogConfig(callbacks=(f"{own}:log",)))
     opened(tmp_path, None).write(RECORD)
     assert user_code.load("log.callbacks", f"{own}:log").__globals__["SEEN"] == [3]
     with pytest.raises(UserError, match=r"log\.callbacks: .*tracker\.py has no gone"):
-        trackers.chosen(LogConfig(callbacks=(f"{own}:gone",)))
+        trackers_of(LogConfig(callbacks=(f"{own}:gone",)))
 
 
 @pytest.mark.parametrize("where", ["init", "log"])

@@ -119,7 +119,7 @@ def test_kernels_are_named_by_check_at_the_start_and_in_the_runs_config(tmp_path
 def test_tf32_is_for_gpus_alone_and_only_on_request(tmp_path, monkeypatch):
     monkeypatch.setattr(starting.engine, "check_machine", lambda *_: [])
     monkeypatch.setattr(starting, "agreed_kernels", lambda choose: None)
-    monkeypatch.setattr(starting, "join", lambda asked: None)
+    monkeypatch.setattr(starting.engine, "init_distributed", lambda: None)
     monkeypatch.setattr(starting.cpu, "use_onednn", lambda: None)
     run_file, found = str(make_run(tmp_path)), []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)

@@ -9,20 +9,21 @@ import rank_helpers
 import torch
 from launching import ROOT, make_run
 
+from deberta_ds.base.errors import ConfigError
 from deberta_ds.checkpoint.find import path_of
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import Stretch
-from deberta_ds.config.options import ConfigError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.engine.optim import learning_rate, thaw_factor
-from deberta_ds.model.init import init_parameters
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.parts import layer_shares
 from deberta_ds.objectives.build import build_model, freeze_problems, held_parameters
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training import bad_steps, best, journal, loop
+from deberta_ds.training import best, journal, loop
 from deberta_ds.training.start import check_run, frozen_lines
+from deberta_ds.training.step import SpikeRule
 
 FREEZE = ["embeddings", "layers.0"]
 
@@ -200,7 +201,7 @@ def test_schedules_of_the_objective_end_at_the_last_step(monkeypatch):
     trainer.saved_at = 0
     trainer.journal = SimpleNamespace(step=0, train_line=lambda rate: None,
                                       say_where_time_goes=lambda: None)
-    trainer.bad_steps = SimpleNamespace(spikes=bad_steps.SpikeRule(0.0))
+    trainer.bad_steps = SimpleNamespace(spikes=SpikeRule(0.0))
     trainer.best = best.Best("", scored="")
     trainer.stop_request, trainer.log = False, SimpleNamespace(problem="", check=lambda: None)
     trainer.saver = SimpleNamespace(is_due=lambda step: False)

@@ -21,7 +21,7 @@ from deberta_ds.config.run_config import DataConfig, TrainConfig
 from deberta_ds.engine.engine import BadStepError, update
 from deberta_ds.tracking.records import read_metrics
 from deberta_ds.training import bad_steps
-from deberta_ds.training.bad_steps import SpikeRule
+from deberta_ds.training.step import WINDOW, SpikeRule
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_the_watchdog_names_a_frozen_rank(job):
 
 def test_spike_rule():
     rule = SpikeRule(3.0)
-    for number in range(bad_steps.WINDOW):
+    for number in range(WINDOW):
         assert rule.ceiling() > 1e300  # not before the window is full
         rule.accept(1.0 + number % 2)  # mean 1.5, deviation 0.5
     assert rule.ceiling() == pytest.approx(3.0)

@@ -51,11 +51,12 @@ def test_the_line_counts_saves_evaluations_starts_and_what_a_crash_has_lost():
 
 
 def test_flops_are_shared_by_all_gpus():
-    speed = SpeedMeter(flops_per_token=6.0, peak=100.0, world_size=4, sequences_seen=10)
+    speed = SpeedMeter(peak=100.0, world_size=4, sequences_seen=10)
     speed.count(50)
+    speed.pause()
     speed._seconds = 2.0
-    assert speed.read(20, 40) == {"tokens_per_second": 25.0, "flops_per_second": 150.0,
-                                  "mfu": 0.375, "eta_seconds": 4.0}
+    assert speed.read(20, 40, flops_per_token=6.0) == {
+        "tokens_per_second": 25.0, "flops_per_second": 150.0, "mfu": 0.375, "eta_seconds": 4.0}
 
 
 def test_all_clocks_know_what_is_no_step():
@@ -67,14 +68,13 @@ def test_all_clocks_know_what_is_no_step():
         yield
         waits.append("end")
 
-    speed = SpeedMeter(flops_per_token=1.0, peak=None, world_size=1, sequences_seen=0)
+    speed = SpeedMeter(peak=None, world_size=1, sequences_seen=0)
     meters = Meters(speed, TimeUse({}, lost=0.0), None, SimpleNamespace(patience=patience))
-    speed.start()
     with meters.during("saves"):
         time.sleep(0.2)
     speed.count(1.0)
     assert meters.time_use.seconds["saves"] >= 0.2 and meters.time_use.seconds["evaluations"] == 0
-    assert speed.read(1, 2)["tokens_per_second"] > 1 / 0.2 and waits == ["begin", "end"]
+    assert speed.read(1, 2, 1.0)["tokens_per_second"] > 1 / 0.2 and waits == ["begin", "end"]
 
 
 def test_the_interval_between_saves_loses_least():
@@ -144,6 +144,7 @@ def test_a_journal_goes_on_where_its_checkpoint_was(monkeypatch):
         found=SimpleNamespace(begun_from=""), log=SimpleNamespace(metrics=lines.append),
         engine=SimpleNamespace(device=CPU, get_global_grad_norm=lambda: 1.5))
     mine = journal.Journal(run, started, None)
+    mine.meters.speed.pause()
     mine.meters.speed._seconds = 8.0
     mine.step += 2  # 16 of its 160 sequences
     mine.count(SimpleNamespace(sums={"tokens": 9.0}))

@@ -17,10 +17,10 @@ import torch
 from interpret_bf16 import patch
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
-from deberta_ds.data.batch import Row, collate
+from deberta_ds.data.rows import Row, collate
+from deberta_ds.model import choose
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.choose import pick
-from deberta_ds.model.init import init_parameters
-from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 
@@ -71,12 +71,12 @@ def run(name: str, fused: bool) -> list[torch.Tensor]:
 
 def main() -> None:
     patch()
-    interpreted = kernel_check.interpreted
+    interpreted = choose.interpreted
     for name in CASES:
-        kernel_check.interpreted = lambda: False
+        choose.interpreted = lambda: False
         pick.cache_clear()
         right = run(name, False)
-        kernel_check.interpreted = interpreted
+        choose.interpreted = interpreted
         pick.cache_clear()
         found = run(name, True)
         scale = max(x.norm().item() for x in right[1:])

@@ -21,8 +21,8 @@ from interpret_bf16 import patch
 
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
+from deberta_ds.model import choose
 from deberta_ds.model.choose import pick
-from deberta_ds.model.kernels import kernel_check
 from deberta_ds.training.step import train_step
 
 ARGUMENTS = ["--train.global_batch_size=1", "--train.micro_batch_size=1"]
@@ -38,7 +38,7 @@ def settings(stage: int) -> dict:
 
 def run(stage: int, fused: bool) -> list[torch.Tensor]:
     """Return the losses of two steps, and how far each parameter moved."""
-    kernel_check.interpreted = lambda: fused
+    choose.interpreted = lambda: fused
     pick.cache_clear()
     paths = ("fused", "fused") if fused else ("reference", "chunked")
     model = replace(CONFIG, attention=paths[0], cross_entropy=paths[1])

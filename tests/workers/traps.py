@@ -174,7 +174,7 @@ def main() -> None:
              "latest in place": written_in_place(directory / "latest"),
              "adam step": adam_step_at_start(),
              "over loss scale": gradient_over_loss_scale(),
-             "misspelt key": build(1, zero_optimisation={"stage": 3}).zero_optimization_stage()}
+             "misspelled key": build(1, zero_optimisation={"stage": 3}).zero_optimization_stage()}
     out.write_text(json.dumps(found))
 
 

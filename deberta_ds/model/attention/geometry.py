@@ -47,14 +47,11 @@ class Geometry:
 
     max_relative: largest distance told apart, M in the papers (512 in every released model).
     position_buckets: buckets for positive distances, as many for negative: 256 in v2/v3; 0 in v1.
+    ModelConfig has checked both.
     """
 
     max_relative: int
     position_buckets: int
-
-    def __post_init__(self) -> None:
-        if self.max_relative < 2 or self.position_buckets < 0 or self.position_buckets == 1:
-            raise ValueError(f"impossible relative-position geometry: {self}")
 
     @property
     def span(self) -> int:

@@ -31,8 +31,6 @@ from deberta_ds.base import splitmix
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import temporary_directory, write_atomic
 
-OFF = "DEBERTA_DS_KERNELS"  # "0": no Triton kernels, torch's operators alone
-OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
 # Relative, of every result: three times what rounding the input dtype costs.
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 SOURCES = (Path(__file__).parents[1], Path(splitmix.__file__))  # what a passed check depends on
@@ -123,22 +121,6 @@ def missing_tools() -> str:
     if not c_compiler():
         return "Triton finds no C compiler (apt install gcc, or set CC)"
     return "" if header.is_file() else f"Triton finds no {header} (apt install python3-dev)"
-
-
-def interpreted() -> bool:
-    """Return whether Triton runs its kernels on the CPU, as tests have it."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def obstacle(device: torch.device) -> str:
-    """Return what keeps any Triton kernel from running on a device, or an empty string."""
-    if os.environ.get(OFF) == "0":
-        return f"{OFF}=0"
-    if device.type != "cuda" and not interpreted():
-        return "no GPU"
-    if not interpreted() and torch.cuda.get_device_capability(device) < OLDEST:
-        return "the card has no compute capability {}.{}".format(*OLDEST)
-    return ""
 
 
 def keep_on_this_node() -> None:
