@@ -169,7 +169,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     from deberta_ds.cluster import dist
     from deberta_ds.config import run_config
     from deberta_ds.engine import engine
-    from deberta_ds.training import loop, saver, setup
+    from deberta_ds.training import loop, start
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -185,10 +185,10 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     zero = {"stage": stage}
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_allgather_sequential": True}
-    phases = [(setup, "_open_inputs", "start-up"), (setup, "find", "find and verify"),
+    phases = [(start, "open_inputs", "start-up"), (find, "find", "find and verify"),
               (engine, "build_pretraining_engine", "build"), (find, "load", "resume"),
               (loop, "train_step", "step"), (loop, "evaluate", "evaluation"),
-              (saver, "begin_save", "save"), (saver, "finish_save", "save, delete the old one")]
+              (loop, "begin_save", "save"), (loop, "finish_save", "save, delete the old one")]
     started = time.process_time()
     with contextlib.ExitStack() as stack:
         for name in ("barrier", "gather_objects", "gather_to_main", "broadcast_object"):
