@@ -249,6 +249,16 @@ def test_a_remedy_of_a_command(place, tmp_path, monkeypatch, row):
     assert is_in(row.get("other", ""), again) and not is_in(row["says"], again), again
 
 
+def test_a_notebook_trains_with_code_as_it_is_now(place, monkeypatch):
+    """It ran the text that the process had read first, which the message had said to change."""
+    monkeypatch.chdir(place)
+    for source, said in (("", "has no recall"), ("def recall(total, per_token): ...", "above mod")):
+        put({"mine.py": source})
+        with pytest.raises(UserError, match=said):
+            train("run.toml", {"evaluate.metrics": ["mine.py:recall"]} | (
+                {"data.seq_len": 4096} if source else {}))
+
+
 @pytest.mark.parametrize("words", [
     f"launch/pretrain.py --config {ROOT}/launch/runs/v3_base.toml --deepspeed_config "
     f"{ROOT}/ds_configs/zero0_fp32.json --check",
