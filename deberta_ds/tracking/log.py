@@ -55,8 +55,8 @@ def trackers_of(log: LogConfig) -> list[trackers.Open]:
     """Return TensorBoard and what else is named; UserError if a service's library is missing."""
     found = [trackers.tensorboard, *(trackers.callback(user_code.function("log.callbacks", name))
                                      for name in log.callbacks)]
-    for name, opener in trackers.SERVICES.items():
-        value = getattr(log, name)
+    for name, option, opener in trackers.SERVICES:
+        value = option(log)
         if value and importlib.util.find_spec(name) is None:
             raise UserError(f"log.{name} = {value!r}: needs the package {name}, which is "
                             'missing here: pip install "deberta_ds[trackers]"')

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import first_line
+from deberta_ds.config.run_config import LogConfig
 
 TENSORBOARD_DIRECTORY = "tensorboard"
 WANDB_RUN_FILE, MLFLOW_RUN_FILE = "wandb-run.txt", "mlflow-run.txt"  # the run's id there
@@ -133,4 +134,6 @@ def _forgiving(name: str, begin: Open) -> Open:
     return guarded_begin
 
 
-SERVICES = {"wandb": wandb, "mlflow": mlflow}  # by the keys of [log], also names of packages
+# What `log.trackers_of` opens: package, its option in [log], opener.
+SERVICES: tuple[tuple[str, Callable[[LogConfig], str], Callable[[str], Open]], ...] = (
+    ("wandb", lambda log: log.wandb, wandb), ("mlflow", lambda log: log.mlflow, mlflow))

@@ -123,8 +123,6 @@ def missing_tools() -> str:
     return "" if header.is_file() else f"Triton finds no {header} (apt install python3-dev)"
 
 
-
-
 def keep_on_this_node() -> None:
     """Let Triton keep what it compiles on this node, unless the user says where.
 
