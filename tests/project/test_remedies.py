@@ -128,6 +128,13 @@ def place(tmp_path_factory, process_group):
     return root
 
 
+@pytest.fixture
+def here(place, tmp_path, monkeypatch):
+    """A copy of `place`, which is the working directory."""
+    shutil.copytree(place, tmp_path / "here", symlinks=True)
+    monkeypatch.chdir(tmp_path / "here")
+
+
 def refused(overrides: dict, ds: dict, ranks: int, weights: bool) -> str:
     """Return what a run file with overrides is refused with, "" for nothing."""
     words = [as_override(key, value) for key, value in overrides.items() if value != "(none)"]
@@ -146,8 +153,7 @@ def refused(overrides: dict, ds: dict, ranks: int, weights: bool) -> str:
 
 
 @pytest.mark.parametrize("row", ids("run"))
-def test_a_remedy_of_a_run_file(place, monkeypatch, row):
-    monkeypatch.chdir(place)
+def test_a_remedy_of_a_run_file(here, row):
     put(row.get("files", {}))
     ds, ranks = row.get("ds", {"zero_optimization": {"stage": 1}}), row.get("ranks", 1)
     said = refused(row.get("keys", {}), ds, ranks, row.get("weights", False))
@@ -235,9 +241,7 @@ def do(steps: list, command: str) -> tuple[bool, str] | None:
 
 
 @pytest.mark.parametrize("row", ids("command"))
-def test_a_remedy_of_a_command(place, tmp_path, monkeypatch, row):
-    shutil.copytree(place, tmp_path / "here", symlinks=True)
-    monkeypatch.chdir(tmp_path / "here")
+def test_a_remedy_of_a_command(here, row):
     user_code.LOADED.clear()
     done = do([row.get("files", {}), *row.get("before", [])], "")
     assert not (done and done[0]), done
@@ -247,6 +251,15 @@ def test_a_remedy_of_a_command(place, tmp_path, monkeypatch, row):
     failed, again = do(row["then"] + ([] if is_run else [row["run"]]), row["run"])
     assert "other" in row or not failed, again
     assert is_in(row.get("other", ""), again) and not is_in(row["says"], again), again
+
+
+def test_a_notebook_trains_with_code_as_it_is_now(here):
+    """It ran the text that the process had read first, which the message had said to change."""
+    for source, said in (("", "has no recall"), ("def recall(total, per_token): ...", "above mod")):
+        put({"mine.py": source})
+        with pytest.raises(UserError, match=said):
+            train("run.toml", {"evaluate.metrics": ["mine.py:recall"]} | (
+                {"data.seq_len": 4096} if source else {}))
 
 
 @pytest.mark.parametrize("words", [
