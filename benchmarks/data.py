@@ -214,7 +214,7 @@ def measure_scaling(args) -> dict:
 
 def measure_loader(args) -> dict:
     """Tokens a second that one loader worker delivers at 512."""
-    from deberta_ds.config.batch_schedule import Stretch
+    from deberta_ds.config.batch_schedule import Phase
     from deberta_ds.config.objective import MaskConfig
     from deberta_ds.config.run_config import SourceConfig
     from deberta_ds.data.loader import build_loader
@@ -234,7 +234,7 @@ def measure_loader(args) -> dict:
         for ngram, dataset in datasets.items():
             for workers in (0, 1):
                 batches = iter(build_loader(
-                    dataset, stretches=[Stretch(0, 64, 160)], micro_batch_size=64, rank=0,
+                    dataset, phases=[Phase(0, 64, 160)], micro_batch_size=64, rank=0,
                     world_size=1, num_workers=workers))
                 for _ in range(10):
                     next(batches)
@@ -315,7 +315,7 @@ def _write_corpus(path: Path, shards: list, tokenizer, rng) -> None:
 
 def _rates_where_files_are_slow(open_rows: Callable) -> dict:
     """Return rows a second by micro-batch where each read and each opening takes 5 ms."""
-    from deberta_ds.config.batch_schedule import Stretch
+    from deberta_ds.config.batch_schedule import Phase
     from deberta_ds.data import reading
     from deberta_ds.data.loader import build_loader
 
@@ -331,7 +331,7 @@ def _rates_where_files_are_slow(open_rows: Callable) -> dict:
     rates = {}
     for micro in (1, 16):
         reading.kept_open.cache_clear()
-        batches = build_loader(open_rows(), stretches=[Stretch(0, 16, 40)], rank=0,
+        batches = build_loader(open_rows(), phases=[Phase(0, 16, 40)], rank=0,
                                micro_batch_size=micro, world_size=1, num_workers=0)
         start = time.perf_counter()
         rows = sum(len(batch.rows) for batch in batches)

@@ -2,8 +2,8 @@
 
 A frozen rank leaves the others in a collective, which reports nothing for ten minutes and then
 names nobody. So each rank has two threads. One talks to a TCPStore in rank 0's process: it writes
-this rank's beat and reads rank 0's beat and the verdict; rank 0 reads all beats. The other one
-looks at the clock and at what was read, decides, and never waits for the network.
+this rank's heartbeat, reads that of rank 0 and the verdict; rank 0 reads all heartbeats. The other
+one looks at the clock and at what was read, decides, and never waits for the network.
 
 Rank 0 publishes the verdict: which ranks are silent while no step ends. If rank 0 or its store is
 silent, each rank decides alone. Only time in which a rank looked counts, by its own clock, and a
@@ -35,10 +35,10 @@ from deberta_ds.base.errors import UserError, first_line, tell
 from deberta_ds.cluster import dist, signals
 
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h: restart from the last checkpoint
-TICKS = 20  # beats in train.watchdog_seconds
+TICKS = 20  # heartbeats in train.watchdog_seconds
 
 STEPPING, BUSY, FAILED, ENDED = "stepping", "busy", "failed", "ended"  # the states of a rank
-# Shares of train.watchdog_seconds without a beat, after which a rank is missed.
+# Shares of train.watchdog_seconds without a heartbeat, after which a rank is missed.
 _SILENT = {STEPPING: 0.5, BUSY: 0.75, FAILED: 0.5}
 _SILENT_AFTER_ERROR = 0.15  # when the collective of another rank has failed
 _ROOT_LATER = 1.2  # times that for rank 0, which judges first where it can
@@ -53,23 +53,23 @@ _PATIENCE = 30  # times the limit, for what is slow by nature
 
 @dataclass
 class Peer:
-    """Another rank, by its last beat."""
+    """Another rank, by its last heartbeat."""
 
     host: str
     pid: str
-    beat: bytes = b""
+    heartbeat: bytes = b""
     step: int = 0
     state: str = BUSY
     seconds: float = 0.0  # that its exchanges with the store take
     error: str = ""
     silent_seconds: float = 0.0
 
-    def hear(self, beat: bytes, counted: float) -> None:
+    def hear(self, heartbeat: bytes, counted: float) -> None:
         """Take note of what was read, so many seconds after the last time."""
         self.silent_seconds += counted
-        if beat != self.beat:
-            self.beat, self.silent_seconds = beat, 0.0
-            _, step, self.state, seconds, self.error = beat.decode().split(" ", 4)
+        if heartbeat != self.heartbeat:
+            self.heartbeat, self.silent_seconds = heartbeat, 0.0
+            _, step, self.state, seconds, self.error = heartbeat.decode().split(" ", 4)
             self.step, self.seconds = int(step), float(seconds)
 
 
@@ -127,7 +127,7 @@ class Watchdog:
         """Note that `step` steps were done before this start."""
         self._step, self._progress = step, time.monotonic()
 
-    def beat(self, step: int) -> None:
+    def heartbeat(self, step: int) -> None:
         """Note that `step` steps are done."""
         now = time.monotonic()
         if self._state == STEPPING:
@@ -166,18 +166,18 @@ class Watchdog:
         """Tell and read once, `elapsed` seconds after the last time."""
         self._tick += 1
         error = first_line(self._failure)[:200] if self._failure else ""
-        store.set(f"beat/{self._rank}", f"{self._tick} {self._step} {self._state} "
+        store.set(f"heartbeat/{self._rank}", f"{self._tick} {self._step} {self._state} "
                   f"{self._exchange_seconds:.3f} {error}")
         if self._rank:
-            root, verdict = store.multi_get(["beat/0", "verdict"])
+            root, verdict = store.multi_get(["heartbeat/0", "verdict"])
             self._peers[0].hear(root, 0.0)  # _watch counts
             self._verdict = self._verdict or verdict.decode()
             return
         store.set("verdict", self._verdict)
         counted = min(elapsed, 2 * self._interval) + self._exchange_seconds
-        beats = store.multi_get([f"beat/{rank}" for rank in self._peers])
-        for peer, beat in zip(self._peers.values(), beats, strict=True):
-            peer.hear(beat, counted)
+        heartbeats = store.multi_get([f"heartbeat/{rank}" for rank in self._peers])
+        for peer, heartbeat in zip(self._peers.values(), heartbeats, strict=True):
+            peer.hear(heartbeat, counted)
 
     def _all_left(self) -> bool:
         """Return whether rank 0 may take the store along."""
@@ -306,7 +306,7 @@ def introduce(store: TCPStore, rank: int) -> TCPStore:
     if rank == 0:
         store.set("verdict", "")
     store.set(f"name/{rank}", f"{socket.gethostname()} {os.getpid()}")
-    store.set(f"beat/{rank}", f"0 0 {BUSY} 0 ")
+    store.set(f"heartbeat/{rank}", f"0 0 {BUSY} 0 ")
     return store
 
 

@@ -14,7 +14,7 @@ from deberta_ds.config.run_config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Phase:
     """Successive updates with equally many rows."""
 
     first_row: int  # of the run
@@ -23,8 +23,8 @@ class Stretch:
 
 
 @lru_cache(maxsize=8)
-def _whole_run(train: TrainConfig) -> tuple[list[int], list[Stretch]]:
-    """Return (first step of each, the stretches) of a run, in order."""
+def _whole_run(train: TrainConfig) -> tuple[list[int], list[Phase]]:
+    """Return (first step of each, the phases) of a run, in order."""
     firsts, found, step, row = [], [], 0, 0
     while step < train.steps:
         rows, until = train.global_batch_size, train.steps
@@ -35,18 +35,18 @@ def _whole_run(train: TrainConfig) -> tuple[list[int], list[Stretch]]:
             # The first step of the next one; without jumps there is none.
             until = min(until, -(-number * train.batch_warmup_steps // max(jumps, 1)))
         firsts.append(step)
-        found.append(Stretch(row, rows, until - step))
+        found.append(Phase(row, rows, until - step))
         row, step = row + (until - step) * rows, until
     return firsts, found
 
 
-def stretches(train: TrainConfig, start: int, end: int) -> list[Stretch]:
-    """Return the stretches of steps `start` .. `end` - 1, in order."""
+def phases(train: TrainConfig, start: int, end: int) -> list[Phase]:
+    """Return the phases of steps `start` .. `end` - 1, in order."""
     found = []
     for first, one in zip(*_whole_run(train), strict=True):
         skipped, steps = max(0, start - first), min(one.steps, end - first)
         if skipped < steps:
-            found.append(Stretch(one.first_row + skipped * one.rows, one.rows, steps - skipped))
+            found.append(Phase(one.first_row + skipped * one.rows, one.rows, steps - skipped))
     return found
 
 
@@ -75,7 +75,7 @@ def problems_with_ranks(train: TrainConfig, world_size: int, start: int) -> list
 
     The full batch is checked with the micro-batches (engine/ds_config.accumulation_steps).
     """
-    for one in stretches(train, start, min(train.batch_warmup_steps, train.steps)):
+    for one in phases(train, start, min(train.batch_warmup_steps, train.steps)):
         if one.rows % world_size:
             return [
                 f"train.initial_batch_size = {train.initial_batch_size}: {world_size} ranks cannot "

@@ -1,6 +1,6 @@
 """A frozen generator replaces the masked tokens of a packed corpus, once for many discriminators.
 
-Masks and samples of a row are functions of (seed, draw, row), and a batch is a fixed stretch of a
+Masks and samples of a row are functions of (seed, draw, row), and a batch is a fixed part of a
 shard, computed by one thread: the files are the same bytes for any number of workers.
 """
 

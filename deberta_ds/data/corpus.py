@@ -44,7 +44,7 @@ class Corpus:
                  cache: Cache = DEFAULT_CACHE):
         """Open a finished corpus; UserError if it or its plan for `seq_len` is missing or stale.
 
-        `part` (from, to) in [0, 1] opens only that stretch of the shards: stages of other lengths
+        `part` (from, to) in [0, 1] opens only that part of the shards: stages of other lengths
         that take other parts share no token. Parts are cut from the shards ordered by a hash of
         their names, so that each is a sample of all inputs. `path` may be a URL where
         data_prep/upload.py has put the corpus.

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import signals
-from deberta_ds.config.batch_schedule import Stretch, micro_batches
+from deberta_ds.config.batch_schedule import Phase, micro_batches
 from deberta_ds.data.rows import Batch, RowDataset, collate
 
 _SLOW_SECONDS = 0.5e-3  # mean time to read a row from which threads are worth their cost
@@ -38,17 +38,17 @@ _READ_THREADS = 16
 _ROWS_AHEAD = 64
 
 
-def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_size: int, rank: int,
+def build_loader(dataset: RowDataset, *, phases: list[Phase], micro_batch_size: int, rank: int,
                  world_size: int, num_workers: int) -> Iterator[Batch]:
-    """Return an iterator over one rank's micro-batches of the updates in `stretches`, in order.
+    """Return an iterator over one rank's micro-batches of the updates in `phases`, in order.
 
     Of each update `batch_schedule.micro_batches`. UserError if the ranks cannot share one equally.
     """
-    for one in stretches:
+    for one in phases:
         if one.rows % world_size:
             raise UserError(f"an update of {one.rows} sequences is not a multiple of the "
                             f"{world_size} ranks; change one of the two")
-    rows = RankRows(stretches, micro_batch_size, rank, world_size)
+    rows = RankRows(phases, micro_batch_size, rank, world_size)
     loader = DataLoader(
         Reader(dataset, rows),
         batch_size=None,  # an item is a micro-batch
@@ -65,10 +65,10 @@ def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_s
 class RankRows:
     """The row numbers of each micro-batch of one rank, in order."""
 
-    def __init__(self, stretches: list[Stretch], micro_batch_size: int, rank: int, world_size: int):
-        self._stretches, self._rank, self._world_size = stretches, rank, world_size
-        self._counts = [micro_batches(one.rows, world_size, micro_batch_size) for one in stretches]
-        totals = (one.steps * count for one, count in zip(stretches, self._counts, strict=True))
+    def __init__(self, phases: list[Phase], micro_batch_size: int, rank: int, world_size: int):
+        self._stretches, self._rank, self._world_size = phases, rank, world_size
+        self._counts = [micro_batches(one.rows, world_size, micro_batch_size) for one in phases]
+        totals = (one.steps * count for one, count in zip(phases, self._counts, strict=True))
         self._starts = [0, *accumulate(totals)]
 
     def __len__(self) -> int:
@@ -78,10 +78,10 @@ class RankRows:
         if not 0 <= number < len(self):
             raise IndexError(number)
         place = bisect(self._starts, number) - 1
-        stretch, count = self._stretches[place], self._counts[place]
+        phase, count = self._stretches[place], self._counts[place]
         step, part = divmod(number - self._starts[place], count)
-        of_a_rank = stretch.rows // self._world_size
-        first = stretch.first_row + step * stretch.rows + self._rank * of_a_rank
+        of_a_rank = phase.rows // self._world_size
+        first = phase.first_row + step * phase.rows + self._rank * of_a_rank
         return range(first + part * of_a_rank // count, first + (part + 1) * of_a_rank // count)
 
 

@@ -2,7 +2,7 @@
 
 A rank's state is a few flat buffers, one for each group of parameters, and DeepSpeed cuts them in
 two ways:
-    line       ZeRO-1, 2: the parameters of a group lie end to end, each rank has an equal stretch
+    line       ZeRO-1, 2: the parameters of a group lie end to end, each rank has an equal part
     parameter  ZeRO-3: each rank has an equal share of every parameter
 So a map of a few numbers a parameter says for any slice which ranks have it, at any world size:
 nobody opens a file to find out what is in it.
@@ -58,7 +58,7 @@ class Layout:
     cut: Literal["line", "parameter"]
     shapes: dict[str, tuple[int, ...]]
     groups: tuple[Group, ...]
-    is_replicated: bool = False  # every rank has everything, and saves its stretch of the line
+    is_replicated: bool = False  # every rank has everything, and saves its part of the line
 
     def pieces(self, name: str, start: int = 0, count: int | None = None) -> Iterator[Piece]:
         """Yield where `count` elements from `start` of a parameter lie (all: count None)."""
@@ -100,13 +100,13 @@ class Layout:
 
 
 def in_a_line(shapes: dict[str, tuple[int, ...]], ranks: int, is_frozen: bool = False) -> Group:
-    """Return the group of what every rank has whole, and saves an equal stretch of."""
+    """Return the group of what every rank has whole, and saves an equal part of."""
     *offsets, total = accumulate(map(math.prod, shapes.values()), initial=0)
     return Group(tuple(shapes), tuple(offsets), math.ceil(total / ranks), is_frozen)
 
 
 def replicated(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:
-    """Return the layout of what every rank has whole: one line, saved in equal stretches."""
+    """Return the layout of what every rank has whole: one line, saved in equal parts."""
     return Layout(world_size, "line", shapes, (in_a_line(shapes, world_size),), is_replicated=True)
 
 

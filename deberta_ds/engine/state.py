@@ -1,7 +1,7 @@
 """Where a DeepSpeed engine keeps a run's state: fp32 weights, moments, counters, loss scale.
 
 One place knows DeepSpeed's private names (0.19.8), for saving and for loading: which buffers this
-rank has, which stretches of which parameters lie in them, and what must happen after they were
+rank has, which parts of which parameters lie in them, and what must happen after they were
 written. A wrapper that is not known here is rejected before the first step (`check_engine`), so
 no run trains what it could not resume.
 """
@@ -134,7 +134,7 @@ def _frozen(engine) -> dict[str, torch.nn.Parameter]:
 
 
 def _frozen_buffers(engine, layout: Layout, writing: bool) -> Iterator[Buffer]:
-    """Yield a copy of this rank's stretch of what is frozen; to write, all of it that is here."""
+    """Yield a copy of this rank's part of what is frozen; to write, all of it that is here."""
     frozen = _frozen(engine)
     if not frozen:
         return
@@ -150,11 +150,11 @@ def _frozen_buffers(engine, layout: Layout, writing: bool) -> Iterator[Buffer]:
             whole = Piece(dist.rank(), 0, 0, 0, parameter.numel())
             yield Buffer(parameter, ((name, whole),), is_frozen=True)
     else:
-        stretch = [frozen[name].detach().reshape(-1)[piece.start:piece.start + piece.count]
+        part = [frozen[name].detach().reshape(-1)[piece.start:piece.start + piece.count]
                    for name, piece in held]
-        size = layout.groups[-1].size - sum(map(len, stretch))
+        size = layout.groups[-1].size - sum(map(len, part))
         padding = next(iter(frozen.values())).new_zeros(size)
-        yield Buffer(torch.cat([*stretch, padding]), held, is_frozen=True)
+        yield Buffer(torch.cat([*part, padding]), held, is_frozen=True)
 
 
 def _groups(zero) -> Iterator[tuple[list, list[int], Tensor]]:
@@ -175,7 +175,7 @@ def _groups(zero) -> Iterator[tuple[list, list[int], Tensor]]:
 
 
 def _ends(sizes: list[int]) -> list[int]:
-    """Return where each of some stretches begins that lie end to end."""
+    """Return where each of some parts begins that lie end to end."""
     return [0, *accumulate(sizes)][:-1]
 
 

@@ -16,7 +16,7 @@ and backward) and (update).
 from dataclasses import dataclass, replace
 
 from deberta_ds.base.errors import UserError, raise_problems, tell
-from deberta_ds.config.batch_schedule import micro_batches, problems_with_ranks, stretches
+from deberta_ds.config.batch_schedule import micro_batches, phases, problems_with_ranks
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import Gpu
@@ -175,7 +175,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     parameters, tensors = sum(sizes), len(sizes)
     raise_problems("batch", problems_with_ranks(run.train, ranks, 0))
     full, seq_len = run.train.global_batch_size, run.data.seq_len
-    updates = stretches(run.train, 0, run.train.steps)
+    updates = phases(run.train, 0, run.train.steps)
     compute_row = seq_len * objective_of(run).flops_per_token(run) / (ranks * peak_flops * mfu)
     rate = bandwidth(gpu, gpus, nodes)
     choices = []

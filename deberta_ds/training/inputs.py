@@ -175,12 +175,12 @@ INPUTS: tuple[Callable[[RunConfig, Known], Input], ...] = (
 def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:
     """Return an iterator over this rank's micro-batches of each of the steps `start` .. `end` - 1.
     """
-    stretches = batch_schedule.stretches(run.train, start, end)
+    phases = batch_schedule.phases(run.train, start, end)
     counts = [batch_schedule.micro_batches(one.rows, dist.world_size(),
-                                           run.train.micro_batch_size) for one in stretches]
+                                           run.train.micro_batch_size) for one in phases]
     loader = build_loader(
-        inputs.dataset, stretches=stretches, micro_batch_size=run.train.micro_batch_size,
+        inputs.dataset, phases=phases, micro_batch_size=run.train.micro_batch_size,
         rank=dist.rank(), world_size=dist.world_size(), num_workers=run.data.workers)
-    for one, count in zip(stretches, counts, strict=True):
+    for one, count in zip(phases, counts, strict=True):
         for _ in range(one.steps):
             yield [next(loader) for _ in range(count)]

@@ -238,7 +238,7 @@ class Trainer:
             journal.step += 1
             self.after_step()
             self._account(result)
-            self.meters.watchdog.beat(journal.step)
+            self.meters.watchdog.heartbeat(journal.step)
             # -------------------------------------------------------------------------------------
             step, is_best, ends = journal.step, False, journal.step == end or result.request
             is_due = self.saver.is_due(step)

@@ -57,7 +57,7 @@ def preflight(device: torch.device, host: str) -> list[str]:
     return lines
 
 
-def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str:
+def disk_space(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str:
     """Return what is free where checkpoints go, and what they need.
 
     One is written before an old one goes; the best one (`has_best`) stays next to the newest.
@@ -172,8 +172,8 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     if record:
         lines.append(f"would go on from {found.path}, step {record.step:,}")
         lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]
-    lines.append(dist.together(lambda: room(run.out_dir, inputs.num_parameters, run.train.keep,
-                                            bool(run.train.best_metric))))
+    lines.append(dist.together(lambda: disk_space(
+        run.out_dir, inputs.num_parameters, run.train.keep, bool(run.train.best_metric))))
     if run.train.upload:
         dist.on_main(partial(remote.check_writable, run.train.upload))
         dist.on_main(partial(check_owner, run.out_dir, run.train.upload, resume, claims=False))

@@ -97,7 +97,7 @@ def _rank_main(log: Path, port: int, rank: int, world_size: int, seconds: float,
 def take_steps(dog: Watchdog, first: int, count: int) -> None:
     for step in range(first, first + count):
         torch_dist.barrier()
-        dog.beat(step)
+        dog.heartbeat(step)
         if step == 3:
             print("three steps", flush=True)
         time.sleep(0.02)
@@ -252,7 +252,7 @@ def test_a_slow_store_ends_nobody_who_lives_and_hides_nobody_who_does_not(tmp_pa
         watchdog.introduce(store, rank)
     for rank, (dog, store) in enumerate(zip(dogs, stores, strict=True)):
         dog.begin(rank, 3, store)
-        dog.beat(1)
+        dog.heartbeat(1)
     try:
         time.sleep(20)
         assert not exits and "SILENT" not in capfd.readouterr().err
@@ -280,7 +280,7 @@ def test_the_watchdog_knows_slow_from_stuck(tmp_path, monkeypatch, capfd):
     with dog.watch():
         dog.join()
         time.sleep(1.5)  # the first step
-        dog.beat(1)
+        dog.heartbeat(1)
         with dog.patience():
             time.sleep(1.5)
         assert "WATCHDOG" not in capfd.readouterr().err
@@ -337,7 +337,7 @@ def _root_main(work: Path, port: int, clients: int, seconds: float) -> None:
     dog = Watchdog(work, seconds)
     with dog.watch():
         dog.begin(0, clients + 1, store)
-        dog.beat(1)
+        dog.heartbeat(1)
         time.sleep(1000)
 
 
@@ -353,9 +353,9 @@ def _clients_main(port: int, ranks: range, dead: range, die, ready, interval: fl
         for rank, store in stores.items():
             if rank in ends or rank in dead and die.is_set():
                 continue
-            store.set(f"beat/{rank}", f"{tick} 1 {STEPPING} 0.01 ")
-            if store.multi_get(["beat/0", "verdict"])[1]:
-                store.set(f"beat/{rank}", f"{tick + 1} 1 {ENDED} 0.01 ")
+            store.set(f"heartbeat/{rank}", f"{tick} 1 {STEPPING} 0.01 ")
+            if store.multi_get(["heartbeat/0", "verdict"])[1]:
+                store.set(f"heartbeat/{rank}", f"{tick + 1} 1 {ENDED} 0.01 ")
                 ends.append(rank)
                 told.put(time.monotonic())
         time.sleep(interval)

@@ -8,10 +8,10 @@ from launching import make_run
 from deberta_ds.base.errors import ConfigError
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import (
+    phases,
     problems_with_ranks,
     rows_before,
     rows_of_run,
-    stretches,
 )
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.data.loader import RankRows
@@ -43,7 +43,7 @@ def test_stretches_are_the_formula(case):
         assert rows_before(train, start) == sum(rows[:start])
         for end in {start, start + 1, train.steps}:
             found = [(one.first_row + number * one.rows, one.rows)
-                     for one in stretches(train, start, end) for number in range(one.steps)]
+                     for one in phases(train, start, end) for number in range(one.steps)]
             assert found == [(sum(rows[:step]), rows[step]) for step in range(start, end)]
 
 
@@ -51,7 +51,7 @@ def test_stretches_are_the_formula(case):
 def test_each_row_is_read_once_in_as_few_micro_batches_as_may_be(world_size):
     train = train_of(6, 66, 8, 12, micro=4)
     expected, found = batches(train), []
-    updates = stretches(train, 3, train.steps)
+    updates = phases(train, 3, train.steps)
     per_rank = [iter(ranges := RankRows(updates, 4, rank, world_size)) for rank in
                 range(world_size)]
     for rows in expected[3:]:

@@ -18,7 +18,7 @@ import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.batch_schedule import Phase
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data import loader, reading
@@ -41,8 +41,8 @@ def open_dataset(path):
         [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig())
 
 
-def one_rank(dataset, stretch, micro_batch_size=4, workers=1):
-    return build_loader(dataset, stretches=[stretch], micro_batch_size=micro_batch_size, rank=0,
+def one_rank(dataset, phase, micro_batch_size=4, workers=1):
+    return build_loader(dataset, phases=[phase], micro_batch_size=micro_batch_size, rank=0,
                         world_size=1, num_workers=workers)
 
 
@@ -51,7 +51,7 @@ def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batc
     per_step = [[] for _ in range(steps)]
     for rank in range(world_size):
         loader = build_loader(
-            dataset, stretches=[Stretch(start_row, batch, steps)], micro_batch_size=micro,
+            dataset, phases=[Phase(start_row, batch, steps)], micro_batch_size=micro,
             rank=rank, world_size=world_size, num_workers=workers)
         batches = list(loader)
         per_rank = batch // world_size // micro
@@ -68,7 +68,7 @@ def test_batches_for_a_gpu_are_pinned_by_the_rank(dataset, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
-    batches = one_rank(dataset, Stretch(0, 8, 3))
+    batches = one_rank(dataset, Phase(0, 8, 3))
     first = next(batches)
     assert pinned == [first] and isinstance(first.input_ids, torch.Tensor)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # a run on the CPU beside somebody else's GPUs
@@ -89,7 +89,7 @@ def test_rows_do_not_depend_on_world_size_workers_or_micro_batch(dataset):
 def test_refuses_a_batch_that_the_ranks_cannot_share(dataset):
     with pytest.raises(UserError, match="multiple"):
         build_loader(
-            dataset, stretches=[Stretch(0, 10, 1)], micro_batch_size=4, rank=0, world_size=4,
+            dataset, phases=[Phase(0, 10, 1)], micro_batch_size=4, rank=0, world_size=4,
             num_workers=0)
 
 
@@ -98,13 +98,13 @@ def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
     dataset = open_dataset(path)
     (path / "tokens" / "00001-000.npy").unlink()
     with pytest.raises(UserError) as caught:
-        list(one_rank(dataset, Stretch(0, 8, 20), micro_batch_size=8))
+        list(one_rank(dataset, Phase(0, 8, 20), micro_batch_size=8))
     assert "00001-000.npy" in str(caught.value) and "Traceback" not in str(caught.value)
 
 
 def test_workers_ignore_what_asks_a_run_to_stop_and_say_what_ended_them(dataset):
     before = set(multiprocessing.active_children())
-    loader = one_rank(dataset, Stretch(0, 4, 400))
+    loader = one_rank(dataset, Phase(0, 4, 400))
     next(loader)
     worker, = set(multiprocessing.active_children()) - before
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -121,7 +121,7 @@ def test_workers_are_children_of_the_rank_where_pythons_default_is_a_fork_server
     usual = multiprocessing.get_start_method()
     multiprocessing.set_start_method("forkserver", force=True)
     try:
-        loader = one_rank(dataset, Stretch(0, 4, 4))
+        loader = one_rank(dataset, Phase(0, 4, 4))
         next(loader)
         worker, = multiprocessing.active_children()
         assert psutil.Process(worker.pid).ppid() == os.getpid()
@@ -160,13 +160,13 @@ LEAVES_EARLY = """
 import sys
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.config.objective import MaskConfig
-from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.batch_schedule import Phase
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.tokenizer import Tokenizer
 dataset = RowDataset([SourceConfig(path=sys.argv[2])], Tokenizer(sys.argv[1]), seq_len=64, seed=0,
                      mask=MaskConfig())
-batches = build_loader(dataset, stretches=[Stretch(0, 4, 10**6)], micro_batch_size=4, rank=0,
+batches = build_loader(dataset, phases=[Phase(0, 4, 10**6)], micro_batch_size=4, rank=0,
                        world_size=1, num_workers=2)
 next(batches)
 raise SystemExit(3)
@@ -188,12 +188,12 @@ def test_a_full_shared_memory_is_named(dataset, monkeypatch):
 
     monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", full)
     with pytest.raises(UserError, match="^/dev/shm is full: .*shm-size.*or set data.workers = 0"):
-        next(one_rank(dataset, Stretch(0, 1, 4)))
+        next(one_rank(dataset, Phase(0, 1, 4)))
 
 
 def test_a_worker_reads_ahead_of_its_own_rows_alone_and_not_without_end(monkeypatch):
     monkeypatch.setattr(loader, "get_worker_info", lambda: SimpleNamespace(num_workers=3))
-    rows = loader.RankRows([Stretch(0, 4, 100)], 4, 0, 1)
+    rows = loader.RankRows([Phase(0, 4, 100)], 4, 0, 1)
     reader = loader.Reader(SimpleNamespace(read=lambda g: [g]), rows)
     with ThreadPoolExecutor(2) as threads:
         assert reader._read_ahead(threads, 0) == [[0], [1], [2], [3]]

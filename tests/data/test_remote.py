@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from s3_server import s3_bucket
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.batch_schedule import Phase
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data import remote as corpus_remote
@@ -197,7 +197,7 @@ def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
     assert np.array_equal(first.input_ids, dataset(str(corpus))[0].input_ids)
     got = sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy"))
     assert 0 < got < sizes / 2
-    loader = {"stretches": [Stretch(0, 8, 4)], "micro_batch_size": 4, "rank": 0,
+    loader = {"phases": [Phase(0, 8, 4)], "micro_batch_size": 4, "rank": 0,
               "world_size": 1, "num_workers": 1}
     for one, other in zip(build_loader(dataset(url), **loader),
                           build_loader(dataset(str(corpus)), **loader), strict=True):
@@ -230,7 +230,7 @@ def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):
     batches = [[batch.input_ids.numpy() for batch in build_loader(
         RowDataset([SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1,
                    mask=MaskConfig(), cache=Cache(str(tmp_path / "cache"))),
-        stretches=[Stretch(0, 4, 3)], micro_batch_size=4, rank=0, world_size=1,
+        phases=[Phase(0, 4, 3)], micro_batch_size=4, rank=0, world_size=1,
         num_workers=1)] for path in (corpus, "s3://shop/web")]
     assert np.array_equal(*batches)
     assert faults["cut"] and faults["delayed"] and faults["altered"]

@@ -282,14 +282,14 @@ import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.config.objective import MaskConfig
-from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.batch_schedule import Phase
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.tokenizer import Tokenizer
 sources = [SourceConfig(path=path) for path in sys.argv[2:]]
 dataset = RowDataset(sources, Tokenizer(sys.argv[1]), seq_len=64, seed=0, mask=MaskConfig())
 for workers in (0, 2):
-    batches = build_loader(dataset, stretches=[Stretch(0, 8, 20)], micro_batch_size=4, rank=0,
+    batches = build_loader(dataset, phases=[Phase(0, 8, 20)], micro_batch_size=4, rank=0,
                            world_size=1, num_workers=workers)
     print(sum(int(batch.input_ids.sum()) for batch in batches))
 """

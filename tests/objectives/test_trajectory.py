@@ -10,7 +10,7 @@ import torch
 from launching import ROOT, make_run
 
 from deberta_ds.config import run_config
-from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.batch_schedule import Phase
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.engine.optim import decay_groups, learning_rate
@@ -48,7 +48,7 @@ def plain_trajectory(run, batches=tuple(BATCHES)) -> dict:
     first = model.words.weight.detach().clone()
     for step, rows in enumerate(batches):
         batch = next(build_loader(
-            dataset, stretches=[Stretch(sum(batches[:step]), rows, 1)], micro_batch_size=rows,
+            dataset, phases=[Phase(sum(batches[:step]), rows, 1)], micro_batch_size=rows,
             rank=0, world_size=1, num_workers=0))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)

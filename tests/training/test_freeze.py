@@ -12,7 +12,7 @@ from launching import ROOT, make_run
 from deberta_ds.base.errors import ConfigError
 from deberta_ds.checkpoint.find import path_of
 from deberta_ds.config import run_config
-from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.batch_schedule import Phase
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
@@ -59,7 +59,7 @@ def plain_losses(run) -> tuple[list[float], dict]:
                          seed=run.data.seed, mask=run.objective.mask)
     losses, size = [], run.train.global_batch_size
     for step in range(run.train.steps):
-        batch = next(build_loader(dataset, stretches=[Stretch(step * size, size, 1)], rank=0,
+        batch = next(build_loader(dataset, phases=[Phase(step * size, size, 1)], rank=0,
                                   micro_batch_size=size, world_size=1, num_workers=0))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)
@@ -193,7 +193,7 @@ def test_schedules_of_the_objective_end_at_the_last_step(monkeypatch):
     monkeypatch.setattr(loop, "train_step", lambda engine, micro, **_: (
         seen.append(micro[0].run_fraction), SimpleNamespace(request=False))[1])
     trainer = loop.Trainer.__new__(loop.Trainer)
-    idle = SimpleNamespace(start=lambda: None, beat=lambda step: None)
+    idle = SimpleNamespace(start=lambda: None, heartbeat=lambda step: None)
     train = SimpleNamespace(steps=5, stop_after=0, freeze_steps=2, seed=0, on_spike="stop",
                             log_every=9, eval_every=9, patience=0)
     trainer.run, trainer.engine = SimpleNamespace(train=train, optim=None), 0

@@ -97,7 +97,7 @@ def test_spike_rule():
 
 
 def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeypatch):
-    """With one good step between bad ones it threw away every stretch that it had trained."""
+    """With one good step between bad ones it threw away every step that it had trained."""
     path, loaded = Path("out/checkpoints/step-00000100"), []
     monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(path))
     monkeypatch.setattr(bad_steps.find, "load", lambda engine, path: loaded.append(path))
