@@ -50,8 +50,7 @@ def test_room_for_checkpoints_is_counted_where_they_go(tmp_path):
     assert rehearsal.disk_space(tmp_path / "not/yet", 10**9, 3, False).endswith(
         "GB free, train.keep + 1 checkpoints need 48.0 GB")
     assert "train.keep + 2 checkpoints need 60.0" in rehearsal.disk_space(tmp_path, 10**9, 3, True)
-    assert rehearsal.disk_space(tmp_path, 10**15, 3, False).startswith(
-        "WARNING: not enough disk space: ")
+    assert rehearsal.disk_space(tmp_path, 10**15, 3, False).startswith("WARNING: not enough disk")
 
 
 CPU = torch.device("cpu")
