@@ -105,8 +105,7 @@ def test_no_attribute_of_deepspeeds_engine_is_asked_for_outside_its_room():
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_scripts_import_of_the_package_is_there():
-    """Also inside functions, which nothing runs in the tests."""
+def test_what_scripts_import_of_the_package_is_there_also_inside_functions():
     for path in [path for top in ("benchmarks", "tools", "examples", "launch", "data_prep")
                  for path in (PACKAGE.parent / top).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
