@@ -8,8 +8,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from deberta_ds.base.command_line import ROOT, columns, fill
+from deberta_ds.base.command_line import ROOT, columns
 from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.base.numbers import fill
 
 FOLDERS = {"data_prep": "from text to packed token shards", "launch": "models"}
 _OF_A_CLONE = {"demo"}  # its data lies in tests/

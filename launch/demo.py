@@ -15,10 +15,10 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from deberta_ds.base.command_line import fill, parser_for
+from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.base.files import write_atomic
-from deberta_ds.base.numbers import format_count, format_duration
+from deberta_ds.base.numbers import fill, format_count, format_duration
 from deberta_ds.tracking.records import read_metrics
 
 OUT, BEFORE = Path("runs/demo"), Path("runs/demo-before")

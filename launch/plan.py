@@ -11,9 +11,9 @@ be overridden, as in launch/pretrain.py.
 import argparse
 import os
 
-from deberta_ds.base.command_line import checked, columns, fill, parser_for
+from deberta_ds.base.command_line import checked, columns, parser_for
 from deberta_ds.base.errors import exit_cleanly
-from deberta_ds.base.numbers import format_count
+from deberta_ds.base.numbers import fill, format_count
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:

@@ -87,7 +87,7 @@ def train(run: str | Path, overrides: Mapping[str, Any] | None = None, *,
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train: call it from the main thread; others cannot listen to signals")
     meters.count_from_here()
-    user_code.LOADED.clear()  # a notebook's may have been edited
+    user_code.forget()  # a notebook's may have been edited
     lines = [as_override(key, value) for key, value in (overrides or {}).items()]
     config, origins = run_config.load(run, lines, partial(shape.complete, resume=resume))
     values = ds_config.load(str(deepspeed_config))

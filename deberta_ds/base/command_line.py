@@ -8,10 +8,11 @@ import argparse
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+from deberta_ds.base.numbers import fill
 
 N = TypeVar("N", int, float)
 
@@ -87,12 +88,6 @@ class _Formatter(argparse.HelpFormatter):
         if kind.endswith(broken):
             return "X"
         return "N" if kind in whole else action.dest.upper()
-
-
-def fill(text: str, width: int, hanging: int = 0) -> str:
-    """Return a text in lines of `width`, all but the first indented; no word is cut."""
-    return textwrap.fill(text, width, subsequent_indent=" " * hanging, break_long_words=False,
-                         break_on_hyphens=False)
 
 
 def checked(text: str, kind: Callable[[str], N], holds: Callable[[N], bool], rule: str) -> N:

@@ -1,4 +1,6 @@
-"""Numbers as people write them, the same on the console, on the pages and in tables."""
+"""Numbers and lines as people read them, the same on the console, on the pages and in tables."""
+
+import textwrap
 
 
 def format_count(value: float) -> str:
@@ -54,3 +56,9 @@ def format_value(value: float | None, unit: str) -> str:
     text = {"tenths": f"{value:,.1f}", "share": f"{100 * value:.1f}%", "gain": gain,
             "points": f"{100 * value:+.2f} pts"}.get(unit, f"{value:.3f}")
     return text.replace("-", "−")
+
+
+def fill(text: str, width: int, hanging: int = 0) -> str:
+    """Return a text in lines of `width`, all but the first indented; no word is cut."""
+    return textwrap.fill(text, width, subsequent_indent=" " * hanging, break_long_words=False,
+                         break_on_hyphens=False)

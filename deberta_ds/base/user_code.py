@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +44,7 @@ def short_name(value: str) -> str:
     return name or Path(file).stem
 
 
+@cache  # a row may ask for the function that chooses its masks
 def load(key: str, value: str, takes: tuple[str, ...] = ()) -> Any:
     """Return what `value`, FILE.py or FILE.py:NAME, names; `key` is the option that holds it.
 
@@ -89,13 +91,19 @@ def digest(key: str, value: str) -> str:
     return _module(key, split(value)[0])[1]
 
 
-LOADED: dict[str, tuple[ModuleType, str]] = {}  # by real path: a file runs once in a run
+_LOADED: dict[str, tuple[ModuleType, str]] = {}  # by real path: a file runs once in a run
+
+
+def forget() -> None:
+    """Read files of one's own again, at the next run of this process."""
+    _LOADED.clear()
+    load.cache_clear()
 
 
 def _module(key: str, file: str) -> tuple[ModuleType, str]:
     real, path = os.path.realpath(file), Path(file)
-    if real in LOADED:
-        return LOADED[real]
+    if real in _LOADED:
+        return _LOADED[real]
     if not path.is_file():
         raise UserError(f"{key}: {file}: no such file in {Path.cwd()}; write its path from there, "
                         "or a whole one")
@@ -109,7 +117,7 @@ def _module(key: str, file: str) -> tuple[ModuleType, str]:
     except (Exception, SystemExit) as error:  # whatever a user's code may raise
         raise UserError(f"{key}: {file} cannot be loaded ({type(error).__name__}: {error}); "
                         "fix it") from error
-    LOADED[real] = module, sha256
+    _LOADED[real] = module, sha256
     return module, sha256
 
 

@@ -16,8 +16,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, core_schema
 
 from deberta_ds.base import user_code
-from deberta_ds.base.command_line import as_typed, columns, fill
+from deberta_ds.base.command_line import as_typed, columns
 from deberta_ds.base.errors import MOST_PROBLEMS, ConfigError, raise_problems
+from deberta_ds.base.numbers import fill
 from deberta_ds.base.user_code import is_own
 
 # Of every config class: numbers are finite, types are exact, unknown keys are errors.

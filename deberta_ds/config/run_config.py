@@ -386,9 +386,8 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
                               f"unknown{nearest(str(name), MODELS)}; one of {', '.join(MODELS)}")
         _merge_under(model, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
-    if not isinstance(objective, dict):  # missing, or what `validate` rejects
-        return
-    if isinstance(kind := objective.get("kind"), str):
+    # If it is missing, or something else, `validate` says so.
+    if isinstance(objective, dict) and isinstance(kind := objective.get("kind"), str):
         mask = objective.setdefault("mask", {})
         if isinstance(mask, dict):  # if not, `validate` says so
             _merge_under(mask, origins, "objective.mask", mask_defaults(kind), f"{kind} recipe")

@@ -66,7 +66,7 @@ class RankRows:
     """The row numbers of each micro-batch of one rank, in order."""
 
     def __init__(self, phases: list[Phase], micro_batch_size: int, rank: int, world_size: int):
-        self._stretches, self._rank, self._world_size = phases, rank, world_size
+        self._phases, self._rank, self._world_size = phases, rank, world_size
         self._counts = [micro_batches(one.rows, world_size, micro_batch_size) for one in phases]
         totals = (one.steps * count for one, count in zip(phases, self._counts, strict=True))
         self._starts = [0, *accumulate(totals)]
@@ -78,7 +78,7 @@ class RankRows:
         if not 0 <= number < len(self):
             raise IndexError(number)
         place = bisect(self._starts, number) - 1
-        phase, count = self._stretches[place], self._counts[place]
+        phase, count = self._phases[place], self._counts[place]
         step, part = divmod(number - self._starts[place], count)
         of_a_rank = phase.rows // self._world_size
         first = phase.first_row + step * phase.rows + self._rank * of_a_rank

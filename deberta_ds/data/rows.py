@@ -166,7 +166,7 @@ class RowDataset:
         source, row = place
         corpus, replaced, size = self._corpora[source], self._replaced[source], len(self._special)
         ids, segments, positions = frame_segments(stored, self.seq_len, self._cls_id, self._sep_id,
-                                                self.attend_across_documents, self._pad_id)
+                                                  self.attend_across_documents, self._pad_id)
         word_start, flipped = self._word_start, None
         if corpus.manifest.words:
             word_start, flipped = self._own_words, ids >= size
@@ -190,8 +190,8 @@ class RowDataset:
 
 
 def frame_segments(stored: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int,
-                 attend_across_documents: bool, pad_id: int = 0
-                ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+                   attend_across_documents: bool, pad_id: int = 0
+                   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] segment [SEP] [CLS] ...
 
     `segments` numbers them and positions restart in each, unless `attend_across_documents`: then

@@ -123,7 +123,7 @@ def thaw_factor(optim: OptimConfig, step: int) -> float:
 # drops from lr to lr (1 - warm-up share) where warm-up ends.
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of update `step` (0 .. total_steps - 1)."""
-    if ":" in optim.schedule:  # FILE.py:NAME, which warms up by itself
+    if user_code.is_own(optim.schedule):  # which warms up by itself
         factor = user_code.function("optim.schedule", optim.schedule)(step, total_steps, optim)
         if not isinstance(factor, int | float) or not math.isfinite(factor):
             raise ConfigError(f"optim.schedule: {optim.schedule} returned {factor!r} for step "

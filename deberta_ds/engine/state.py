@@ -151,7 +151,7 @@ def _frozen_buffers(engine, layout: Layout, writing: bool) -> Iterator[Buffer]:
             yield Buffer(parameter, ((name, whole),), is_frozen=True)
     else:
         part = [frozen[name].detach().reshape(-1)[piece.start:piece.start + piece.count]
-                   for name, piece in held]
+                for name, piece in held]
         size = layout.groups[-1].size - sum(map(len, part))
         padding = next(iter(frozen.values())).new_zeros(size)
         yield Buffer(torch.cat([*part, padding]), held, is_frozen=True)

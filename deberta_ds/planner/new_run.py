@@ -13,9 +13,8 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.base.command_line import fill
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.numbers import format_count, format_duration
+from deberta_ds.base.numbers import fill, format_count, format_duration
 from deberta_ds.config import run_config
 from deberta_ds.config.model import padded_rows
 from deberta_ds.config.toml_files import (

@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, naming, tell
-from deberta_ds.base.numbers import format_count, format_duration, format_value
+from deberta_ds.base.numbers import fill, format_count, format_duration, format_value
 from deberta_ds.config.run_config import LogConfig
 from deberta_ds.tracking import records, trackers
 from deberta_ds.tracking.records import METRICS_FILE
@@ -28,7 +27,6 @@ from deberta_ds.tracking.records import METRICS_FILE
 HEADER_EVERY_LINES = 20
 WIDTH = 80
 _TIME = 10  # characters of a time and two spaces
-_fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
 
 _DIM, _BOLD, _GREEN, _RED, _CYAN = "\033[2m", "\033[1m", "\033[32m", "\033[31m", "\033[36m"
 _RESET = "\033[0m"
@@ -46,8 +44,7 @@ def non_default_texts(values: dict, origins: dict[str, str], top: str) -> list[s
             groups.setdefault(origin, {}).setdefault(section or top, []).append(
                 pair.replace(" ", "\0") if len(pair) < 53 else pair)  # what fits in a line is kept
     return ["\n".join([f"set by {origin}:", *(
-        _fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, subsequent_indent=" " * 26).replace(
-            "\0", " ")
+        fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, hanging=26).replace("\0", " ")
         for section, pairs in sections.items())]) for origin, sections in groups.items()]
 
 
@@ -128,7 +125,7 @@ class RunLog:
         """Print the time, then `text`: one line in a file, as many as it needs on a terminal."""
         if self._is_main:
             if self._stream.isatty() and "\n" not in text:
-                text = _fill(" " * _TIME + text, WIDTH, subsequent_indent=" " * _TIME)[_TIME:]
+                text = fill(" " * _TIME + text, WIDTH, _TIME)[_TIME:]
             self._print(self._time() + f"  {text}")
             self._lines_until_header = 0
 

@@ -200,7 +200,6 @@ class Trainer:
             self.best, note = best.continued(run, record.best if record else {}, scored)
             if note:
                 self.log.info(note)
-        watchdog.start_at(record.step if record else 0)
         self.journal = Journal(run, started, watchdog)
         self.meters = self.journal.meters
         self.bad_steps = BadSteps(run, self.engine, record.recent_losses if record else [])
@@ -214,6 +213,7 @@ class Trainer:
                            self.log.info)
         self.stop_request.resumes_from = f"step {self.journal.step:,}"
         self.after_step: Callable[[], None] = lambda: None
+        watchdog.start_at(self.journal.step)
 
     def run_to_end(self) -> bool:
         """Train to the last step or train.stop_after; return whether a signal stopped it."""
@@ -222,6 +222,7 @@ class Trainer:
         if self._lacks_its_scores() and self._evaluate():  # a signal came before
             self._save(is_best=True)
         batches = batches_of(run, self.inputs, start=journal.step, end=end)
+        self.meters.speed.start()
         while journal.step < end and not self._is_past_its_best():
             # ---------------------------------------------------------------- single training step
             rate = learning_rate(run.optim, journal.step, train.steps)

@@ -1,6 +1,7 @@
 """Timers of a run: speed, time per activity, goodput, slow hosts, hardware and memory."""
 
 import importlib.util
+import os
 import platform
 import re
 import resource
@@ -17,7 +18,7 @@ import torch
 
 from deberta_ds.base.numbers import format_duration
 from deberta_ds.checkpoint.run_record import RunRecord
-from deberta_ds.cluster import dist
+from deberta_ds.cluster import dist, lock
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.tracking.records import read_metrics
 
@@ -34,10 +35,10 @@ class SpeedMeter:
         self._peak, self._world_size = peak, world_size
         self._seconds = 0.0
         self._sequences_seen, self._tokens = sequences_seen, 0.0
-        self._started: float | None = time.perf_counter()
+        self._started: float | None = None
 
     def start(self) -> None:
-        """Let time run again."""
+        """Let time run."""
         self._started = time.perf_counter()
 
     def pause(self) -> None:
@@ -82,7 +83,8 @@ def seconds_since_start() -> float:
     """Return how long this process has been running, or its latest run."""
     if _called:
         return time.monotonic() - _called[0]
-    return max(0.0, time.time() - psutil.Process().create_time())
+    started = lock.this_process().started / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
 
 
 def lost_before(records: Sequence[dict]) -> float:

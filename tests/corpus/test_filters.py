@@ -273,7 +273,7 @@ def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tm
         [text for text in texts if "fox" in text], texts)]
     assert f"{tokens[0]:,} of {tokens[1]:,} tokens ({tokens[0] / tokens[1]:.1%})" in page
     (tmp_path / "own.py").write_text("def no_foxes(text):\n    return text\n")
-    user_code.LOADED.clear()  # as in another process
+    user_code.forget()  # as in another process
     with pytest.raises(UserError, match="other inputs or options"):
         tokenize(units, tmp_path / "1", filters=rules)
 

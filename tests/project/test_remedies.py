@@ -139,7 +139,7 @@ def here(place, tmp_path, monkeypatch):
 def refused(overrides: dict, ds: dict, ranks: int, weights: bool) -> str:
     """Return what a run file with overrides is refused with, "" for nothing."""
     words = [as_override(key, value) for key, value in overrides.items() if value != "(none)"]
-    user_code.LOADED.clear()
+    user_code.forget()
     try:
         ds_config.check(ds, "ds.json")
         run, _ = run_config.load("run.toml", words)
@@ -243,7 +243,7 @@ def do(steps: list, command: str) -> tuple[bool, str] | None:
 
 @pytest.mark.parametrize("row", ids("command"))
 def test_a_remedy_of_a_command(here, row):
-    user_code.LOADED.clear()
+    user_code.forget()
     done = do([row.get("files", {}), *row.get("before", [])], "")
     assert not (done and done[0]), done
     _, said = tried(row["run"])
