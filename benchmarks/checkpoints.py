@@ -22,11 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from launching import make_run  # noqa: E402
 
 from deberta_ds.base.files import write_atomic  # noqa: E402
-from deberta_ds.checkpoint import (
-    find,
-    save,  # noqa: E402
-)
-from deberta_ds.checkpoint.run_record import RunRecord  # noqa: E402
+from deberta_ds.checkpoint import find, save, saved_state  # noqa: E402
+from deberta_ds.checkpoint.find import RunRecord  # noqa: E402
 from deberta_ds.config import run_config  # noqa: E402
 from deberta_ds.engine import engine  # noqa: E402
 from deberta_ds.training.inputs import batches_of  # noqa: E402
@@ -69,11 +66,11 @@ def measure(work: Path, shape: dict, rounds: int) -> dict:
         finished = time.perf_counter()
         shutil.rmtree(path)
         again = time.perf_counter()
-        save.save(model_engine, work / "out", record, keep=1)
+        save.finish_save(save.begin_save(model_engine, work / "out", record, keep=1))
         saved = time.perf_counter()
         assert not find.problems_of(path)
         verified = time.perf_counter()
-        find.load(model_engine, path)
+        saved_state.load(model_engine, path)
         loaded = time.perf_counter()
         rows.append({"save": saved - again, "pause_in_background": begun - started,
                      "whole_in_background": finished - started,

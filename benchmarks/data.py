@@ -255,7 +255,7 @@ def measure_shards(args) -> dict:
 
     from deberta_ds.config.objective import MaskConfig
     from deberta_ds.config.run_config import SourceConfig
-    from deberta_ds.data import reading
+    from deberta_ds.data import corpus as corpus_files
     from deberta_ds.data.rows import RowDataset
     from deberta_ds.tokenizer import Tokenizer
 
@@ -290,7 +290,7 @@ def measure_shards(args) -> dict:
     slow_rates = _rates_where_files_are_slow(lambda: open_rows(path))
     return {"tokens_a_core_second_by_shards": best,
             "over_10_shards": {shards: round(rate / best[10], 3) for shards, rate in best.items()},
-            "open_files": reading.most_open_files(),
+            "open_files": corpus_files.most_open_files(),
             "rows_a_second_at_5_ms_an_operation": slow_rates}
 
 
@@ -316,10 +316,10 @@ def _write_corpus(path: Path, shards: list, tokenizer, rng) -> None:
 def _rates_where_files_are_slow(open_rows: Callable) -> dict:
     """Return rows a second by micro-batch where each read and each opening takes 5 ms."""
     from deberta_ds.config.batch_schedule import Phase
-    from deberta_ds.data import reading
+    from deberta_ds.data import corpus as corpus_files
     from deberta_ds.data.loader import build_loader
 
-    waits = {"read": os.pread, "open": reading.OpenFile}
+    waits = {"read": os.pread, "open": corpus_files.OpenFile}
 
     def slow(function):
         def wait(*arguments):
@@ -327,10 +327,10 @@ def _rates_where_files_are_slow(open_rows: Callable) -> dict:
             return function(*arguments)
         return wait
 
-    reading.os.pread, reading.OpenFile = slow(waits["read"]), slow(waits["open"])
+    corpus_files.os.pread, corpus_files.OpenFile = slow(waits["read"]), slow(waits["open"])
     rates = {}
     for micro in (1, 16):
-        reading.kept_open.cache_clear()
+        corpus_files.kept_open.cache_clear()
         batches = build_loader(open_rows(), phases=[Phase(0, 16, 40)], rank=0,
                                micro_batch_size=micro, world_size=1, num_workers=0)
         start = time.perf_counter()

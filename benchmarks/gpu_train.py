@@ -14,7 +14,7 @@ import torch
 from benchmarks.measure import environment
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.base.files import write_atomic
-from deberta_ds.checkpoint.find import load_whole_state
+from deberta_ds.checkpoint.saved_state import load_whole_state
 
 SKIPPED_STEPS = 3  # of a profiled run: compilation and warming up
 ROWS = 60

@@ -85,7 +85,7 @@ def main() -> None:
 
 def _read_stage(directory: str) -> "Stage":
     from deberta_ds.checkpoint import find  # imports torch, which a mixture alone does not need
-    from deberta_ds.checkpoint.run_record import read_run_record
+    from deberta_ds.checkpoint.find import read_run_record
     from deberta_ds.data.mixture import stage_of
 
     path = find.newest(directory)

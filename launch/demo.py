@@ -19,7 +19,6 @@ from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import fill, format_count, format_duration
-from deberta_ds.tracking.records import read_metrics
 
 OUT, BEFORE = Path("runs/demo"), Path("runs/demo-before")
 CONFIG = "launch/runs/demo.toml"
@@ -189,6 +188,7 @@ def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, overrides: l
     command = (*launcher, "launch/pretrain.py", "--config", CONFIG, "--deepspeed_config", ds_config,
                *overrides)
     from deberta_ds.config import run_config
+    from deberta_ds.tracking.log import read_metrics
 
     steps = run_config.load(CONFIG, overrides)[0].train.steps
     stop = int(steps * STOP_SHARE)

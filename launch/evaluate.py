@@ -31,7 +31,7 @@ def main() -> None:
 
     import torch
 
-    from deberta_ds.checkpoint import find
+    from deberta_ds.checkpoint import find, saved_state
     from deberta_ds.cluster.launcher import count_gpus
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.release.reader import check_same, read_tokenizer
@@ -42,7 +42,7 @@ def main() -> None:
     device = torch.device("cuda" if count_gpus() else "cpu")
     # Of a run in training there may be a newer checkpoint a moment later.
     place, (state, run), own = find.read_newest(options.run, lambda place: (
-        place, find.load_whole_state(place), read_tokenizer(place)))
+        place, saved_state.load_whole_state(place), read_tokenizer(place)))
     corpora = {path: path for path in options.data or ()} or run.data.heldout_corpora
     if not corpora:
         raise UserError(f"{options.run}: the run has no data.heldout; name a packed corpus "

@@ -20,7 +20,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
 from deberta_ds.base.numbers import counted
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import BEST
+from deberta_ds.checkpoint.find import BEST
 from deberta_ds.cluster import dist, signals
 from deberta_ds.config import run_config
 from deberta_ds.config.toml_files import as_override
@@ -35,7 +35,7 @@ from deberta_ds.report import run_pages
 from deberta_ds.report.model_card import Publisher, check_publisher, write_card
 from deberta_ds.report.rundata import read_sweep
 from deberta_ds.tasks.task import Task
-from deberta_ds.tracking.records import METRICS_FILE, read_metrics
+from deberta_ds.tracking.log import METRICS_FILE, read_metrics
 from deberta_ds.training import loop, meters
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Sharded checkpoints that are whole or not there.
+"""Which checkpoints a run has, here or at a URL, and whether they are whole.
 
     OUT/checkpoints/step-00000100/
         rank-00000.safetensors ...   what each rank holds (saved_state.py)
@@ -10,52 +10,45 @@
 
 A directory without manifest.json is a save that never finished. There is no `latest` file: every
 file is verified before a tensor is loaded, and only a verified directory is ever loaded.
+
+What lies at a URL or on the Hugging Face Hub is copied to the cache: of a URL to a directory that
+is named by what is listed there (sizes, times, ETags), so what has changed is fetched again.
 """
 
+import fcntl
+import itertools
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import torch
-from torch import Tensor
+import xxhash
+from pydantic import Field
 
-from deberta_ds.base import user_code
-from deberta_ds.base.errors import UserError, listed, naming
-from deberta_ds.base.files import xxh3
-from deberta_ds.base.json_files import parse_json, read_json
+from deberta_ds.base.errors import UserError, first_line, listed, looked_in, naming
+from deberta_ds.base.files import MANIFEST, cache_directory, xxh3
+from deberta_ds.base.json_files import parse_json, read_json, typed
 from deberta_ds.base.numbers import counted
-from deberta_ds.checkpoint.download import local_copy
-from deberta_ds.checkpoint.run_record import (
-    DIRECTORY,
-    MANIFEST,
-    RUN_FILE,
-    RunRecord,
-    read_run_record,
-)
-from deberta_ds.checkpoint.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.cluster import dist
-from deberta_ds.config.model import computed_anywhere
-from deberta_ds.config.run_config import RunConfig
+from deberta_ds.config.run_config import RunConfig, from_dict
 from deberta_ds.engine.ds_config import precision, zero_stage
-from deberta_ds.engine.layout import CheckpointError, Layout
-from deberta_ds.engine.state import (
-    MASTER,
-    Buffer,
-    base_optimizer,
-    buffers,
-    layout_of,
-    write_loss_scale,
-)
-from deberta_ds.model.backbone import on_meta
-from deberta_ds.objectives.build import build_model
-from deberta_ds.tracking.records import METRICS_FILE
+from deberta_ds.engine.state import CheckpointError
+from deberta_ds.files import remote
+from deberta_ds.tracking.log import METRICS_FILE
 
+DIRECTORY, BEST = "checkpoints", "best"  # in a run's out_dir
+RUN_FILE, LAYOUT_FILE = "run.json", "layout.json"  # in a checkpoint's directory
+RANK_FILE = re.compile(r"rank-(\d{5,})\.safetensors")
 VERSION = 2  # of the manifest
 T = TypeVar("T")
 _NAME = re.compile(r"step-(\d{8,})")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB = "hf://"
+_NEVER_READ = ["*.h5", "*.ot", "*.msgpack", "*.onnx", "onnx/*", "openvino/*"]  # other frameworks'
+_Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -65,6 +58,54 @@ class Found:
     path: Path | None
     warnings: tuple[str, ...] = ()
     begun_from: str = ""  # the PATH of --resume from which the run began
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """run.json of a checkpoint: where a run was when it was saved, and of what run it is."""
+
+    step: _Count
+    sequences_seen: _Count
+    tokens_seen: _Count
+    seconds: float  # of training, over all starts
+    world_size: Annotated[int, Field(ge=1)]
+    config: dict[str, Any]  # the run file, complete
+    deepspeed: dict[str, Any]
+    content_hashes: dict[str, str]  # {path of a corpus, or FILE.py:NAME: checksum of its content}
+    tokenizer_sha256: str
+    versions: dict[str, str]
+    recent_losses: list[float]  # for the spike rule
+    since_line: dict[str, float]  # sums since the last logged line
+    time_use: dict[str, float]  # seconds of saves and evaluations
+    best: dict[str, Any]  # training/best.py
+    begun_from: str  # the PATH of --resume from which the run began
+
+    def run(self, place: str | Path) -> RunConfig:
+        """Return the run's config; `place` is named in errors."""
+        return from_dict(self.config, str(place))
+
+
+def read_run_record(path: str | Path) -> RunRecord:
+    """Return run.json of a checkpoint directory. Raises CheckpointError."""
+    file = Path(path) / RUN_FILE
+    if not file.exists():
+        raise CheckpointError(f"{file}: missing; {path} is not a checkpoint directory "
+                              "(those are named OUT/checkpoints/step-NNNNNNNN)")
+    try:
+        with naming(file):
+            data = file.read_bytes()
+        record = typed(RunRecord, parse_json(data))
+        zero_stage(record.deepspeed), precision(record.deepspeed)
+    except UserError as error:
+        raise CheckpointError(f"{error}; use an older checkpoint") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: damaged: {error}; use an older checkpoint") from None
+    return record
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's tensors in a checkpoint."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def path_of(out_dir: str | Path, step: int) -> Path:
@@ -179,11 +220,15 @@ def warnings_of(skipped: list[str]) -> tuple[str, ...]:
 def problems_of(path: Path) -> list[str]:
     """Return what is wrong with a checkpoint's files; each rank checks its share, all agree."""
     files, problems = dist.from_main(lambda: _read_manifest(path))
-    names = sorted(files)[dist.rank()::dist.world_size()]
-    problems = problems if dist.is_main() else []
-    mine = problems + [problem for name in names
-                       if (problem := _file_problem(path / name, files[name]))]
-    return [problem for part in dist.gather_objects(mine) for problem in part]
+    share = {name: files[name] for name in sorted(files)[dist.rank()::dist.world_size()]}
+    parts = dist.gather_objects(_problems_of_files(path, share))
+    return [*problems, *itertools.chain(*parts)]
+
+
+def problems_read_alone(path: Path) -> list[str]:
+    """As `problems_of`, on one rank."""
+    files, problems = _read_manifest(path)
+    return problems + _problems_of_files(path, files)
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
@@ -233,6 +278,11 @@ def _recorded(path: Path, field: str) -> Any:
         return None
 
 
+def _problems_of_files(path: Path, files: dict[str, dict]) -> list[str]:
+    return [problem for name, entry in files.items()
+            if (problem := _file_problem(path / name, entry))]
+
+
 def _file_problem(file: Path, entry: dict) -> str | None:
     try:
         if not file.is_file():
@@ -255,116 +305,52 @@ def layout_changes(record: RunRecord, ds: dict) -> str:
     return f"{saved} -> {now}" if saved != now else ""
 
 
-def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
-    """Return (all parameters in fp32 on the CPU, the run's config) of a checkpoint directory.
+def local_copy(source: str | Path) -> Path:
+    """Return where a run, checkpoint or model lies on this machine.
 
-    The model of that config is computed as this machine can, whatever the run's machine had. Works
-    for every ZeRO stage, on one rank alone. The files are verified first.
+    `source`: a path; a URL, of a run (its newest whole checkpoint), its best, one of its
+    checkpoints or a model; hf://OWNER/NAME, also with @REVISION, or OWNER/NAME where neither that
+    path nor a directory OWNER exists. Raises UserError.
     """
-    return read_newest(path, _load_whole_state)
+    name = str(source)
+    if name.startswith(_HUB) or (_HUB_NAME.fullmatch(name) and not Path(name).parent.exists()):
+        return _of_the_hub(name)
+    return _of_a_url(name.rstrip("/")) if "://" in name else Path(source)
 
 
-def _load_whole_state(path: Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
-    files, problems = _read_manifest(path)
-    problems += [problem for name, entry in files.items()
-                 if (problem := _file_problem(path / name, entry))]
-    if problems:
-        others = [step.name for step in list_finished(path.parent.parent) if step != path]
-        remedy = f"name another one next to it ({listed(others[::-1])})" if others else \
-            "copy it again from its source"
-        raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
-    record = read_run_record(path)
-    run = record.run(path / RUN_FILE)
-    user_code.check_same(run, record.content_hashes, str(path))
-    state = SavedState(path)
-    _check_model(run, state, path)
-    whole = {name: state.read_whole(name) for name in state.shapes}
-    whole |= {name: whole[owner] for name, owner in state.aliases.items()}
-    run = replace(run, model=computed_anywhere(run.model))
-    return whole | {name: buffer.float() for name, buffer in state.buffers.items()}, run
+def _of_a_url(url: str) -> Path:
+    system, root, found = remote.listed_at(url)
+    if not found:
+        raise UserError(f"{url}: nothing is there; check the address")
+    if root in found:
+        if url.rpartition("/")[2] != BEST:
+            raise UserError(f"{url}: is a file; name the directory of a run or a model")
+        text = remote.tried(lambda: system.cat_file(root), url, bool).decode(errors="replace")
+        return _of_a_url(f"{url.rpartition('/')[0]}/{text.strip()}")
+    whole = re.compile(re.escape(f"{root}/{DIRECTORY}/") + r"(step-\d{8,})/" + re.escape(MANIFEST))
+    if steps := [match[1] for path in found if (match := whole.fullmatch(path))]:
+        return _of_a_url(f"{url}/{DIRECTORY}/{max(steps, key=lambda step: int(step[5:]))}")
+    if any(path.startswith(f"{root}/{DIRECTORY}/") for path in found):
+        raise UserError(f"{url}: no whole checkpoint; the upload of the first one has not ended")
+    version = xxhash.xxh3_64_hexdigest(repr(sorted(found.items())).encode())
+    place = cache_directory(remote.DEFAULT_CACHE.directory) / "models" / version
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / ".lock", "w") as held:  # one of a node's ranks fetches, the others wait
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(held, fcntl.LOCK_EX)
+        return Path(remote.fetch(url, cache=str(place)))
 
 
-def _check_model(run: RunConfig, state: SavedState, path: Path) -> None:
-    """Raise CheckpointError unless a state holds every tensor of the run's model, in its shape."""
-    wanted = {name: tuple(tensor.shape)
-              for name, tensor in on_meta(build_model, run).state_dict().items()}
-    found = state.shapes | {name: tuple(buffer.shape) for name, buffer in state.buffers.items()}
-    found |= {name: state.shapes.get(owner) for name, owner in state.aliases.items()}
-    if differing := _differing(wanted, found):
-        raise CheckpointError(f"{path}: its tensors are not those of the model in {RUN_FILE}: "
-                              f"{differing}; use an older checkpoint")
+def _of_the_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
-
-def _differing(wanted: dict, found: dict) -> str:
-    """Return the names of some tensors that one of two models lacks, or has in another shape."""
-    names = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
-    return ", ".join(names[:5]) + " ..." * (len(names) > 5)
-
-
-@torch.no_grad()
-def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
-    """Write a verified checkpoint into the engine: weights, moments, counters, loss scale, buffers.
-
-    Call on every rank. `is_other_run`: of another run, whose steps are not counted: the optimizer's
-    counters alone. Raises CheckpointError if the engine has other parameters. Each rank reads the
-    slices that it owns, one buffer in memory at a time, so world size and stage may differ.
-    DeepSpeed's own loaders unpickle, and 0.19.8's go wrong silently
-    (docs/explanation/reliability.md).
-    """
-    # What may fail comes first, on all ranks together: writing into an engine has collectives.
-    state, layout = dist.together(lambda: SavedState(path)), layout_of(engine)
-    dist.together(lambda: open_files(layout, state))
-    optimizer = base_optimizer(engine)
-    for number, buffer in enumerate(buffers(engine, layout, writing=True)):
-        names = [name for name, _ in buffer.held] or layout.groups[number].names
-        # A parameter that never had a gradient may lack what the others of its buffer have.
-        _fill(buffer, max(names, key=lambda name: len(state.state_keys(name))), optimizer, state)
-    write_loss_scale(engine, state.loss_scale)
-    for name, value in ({} if is_other_run else state.counters).items():
-        setattr(engine, name, value)
-    for name, value in engine.module.named_buffers():
-        if name in state.buffers:
-            value.copy_(state.buffers[name])
-    dist.barrier()
-
-
-def open_files(layout: Layout, state: SavedState) -> None:
-    """Check the parameters, and open the files that hold what this rank will own."""
-    if differing := _differing(layout.shapes, state.shapes):
-        raise CheckpointError(f"{state.directory}: its parameters are not the model's: {differing}")
-    wanted: list[tuple[str, int, int | None]] = []
-    for number, group in enumerate(layout.groups):
-        is_whole = layout.is_replicated or group.is_frozen and layout.cut == "line"
-        wanted += [(name, 0, None) for name in group.names] if is_whole else [
-            (name, piece.start, piece.count)
-            for name, piece in layout.held_by(dist.rank(), number)]
-    ranks = {piece.rank for one in wanted for piece in state.layout.pieces(*one)}
-    for rank in sorted(ranks):
-        state.open(rank)
-
-
-def _fill(buffer: Buffer, name: str, optimizer: torch.optim.Optimizer,
-          state: SavedState) -> None:
-    """Write a buffer's weights and its entry in the optimizer's state, which is that of `name`."""
-    target = buffer.weights
-    _copy(target.data, MASTER, buffer, state)
-    if buffer.is_frozen:
-        return
-    entry = {}
-    for key in state.state_keys(name):
-        entry[key] = torch.zeros_like(target.data)
-        _copy(entry[key], key, buffer, state)
-    on_device = any(group.get("fused") or group.get("capturable")
-                    for group in optimizer.param_groups)
-    for key, value in state.scalars(name).items():
-        if torch.is_tensor(value):  # a tensor of its own: the optimizer counts in place
-            value = value.clone().to(target.device if on_device else "cpu")
-        entry[key] = value
-    optimizer.state[target] = entry
-
-
-def _copy(target: Tensor, key: str, buffer: Buffer, state: SavedState) -> None:
-    flat = target.view(-1)
-    for name, piece in buffer.held:
-        flat[piece.offset:piece.offset + piece.count] = state.read(
-            name, key, piece.start, piece.count)
+    repository, _, revision = name.removeprefix(_HUB).partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=revision or None,
+                                      ignore_patterns=_NEVER_READ))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"{name}: no such file or directory{looked_in(name)}, and no model that "
+                        f"can be fetched from the Hugging Face Hub ({first_line(error)}); check "
+                        "the name, log in with `hf auth login`, or download it elsewhere and name "
+                        "its directory") from error

@@ -30,17 +30,10 @@ from torch import Tensor
 from deberta_ds.base.errors import user_message
 from deberta_ds.base.files import ReadFile, sync_directory, write_atomic, xxh3
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import BEST, RUN_FILE
-from deberta_ds.checkpoint.saved_state import (
-    RANK_FILE,
-    describe_engine,
-    described_tensors,
-    rank_file,
-    tensors_of_rank,
-)
+from deberta_ds.checkpoint.find import BEST, RANK_FILE, RUN_FILE, rank_file
+from deberta_ds.checkpoint.saved_state import describe_engine, described_tensors, tensors_of_rank
 from deberta_ds.cluster import dist
-from deberta_ds.engine.layout import CheckpointError
-from deberta_ds.engine.state import is_on_disk, layout_of
+from deberta_ds.engine.state import CheckpointError, is_on_disk, layout_of
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +66,6 @@ class Save:
         except Exception as error:  # a bug of ours, in a thread that nobody would hear
             self.problem = f"{type(error).__name__}: {error}"
             log.error("while a checkpoint was written", exc_info=True)
-
-
-def save(engine, out_dir: str | Path, record: Any, keep: int) -> Path:
-    """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
-    return finish_save(begin_save(engine, out_dir, record, keep))
 
 
 def begin_save(engine, out_dir: str | Path, record: Any, keep: int,

@@ -1,45 +1,56 @@
-"""The files of a checkpoint: what each rank writes, and reading any slice of it again.
+"""The files of a checkpoint: what each rank writes, and loading any slice of it into an engine.
 
     rank-00000.safetensors ...   each rank's buffers: "GROUP.fp32", "GROUP.exp_avg", ...
-    layout.json                  where every parameter lies in them (layout.py), counters, loss
-                                 scale, optimizer scalars
+    layout.json                  where every parameter lies in them (Layout of engine/state.py),
+                                 counters, loss scale, optimizer scalars
 
 No pickles. A rank writes one file and hashes it while it writes; a reader opens the files of those
 ranks that have what it asks for, and no others.
 """
 
 import operator
-import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from deberta_ds.base import user_code
+from deberta_ds.base.errors import listed
 from deberta_ds.base.json_files import read_json
+from deberta_ds.checkpoint.find import (
+    LAYOUT_FILE,
+    RUN_FILE,
+    list_finished,
+    problems_read_alone,
+    rank_file,
+    read_newest,
+    read_run_record,
+)
 from deberta_ds.cluster import dist
-from deberta_ds.engine.layout import CheckpointError, Layout, layout_from
+from deberta_ds.config.model import computed_anywhere
+from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine.state import (
     COUNTERS,
     MASTER,
     Buffer,
+    CheckpointError,
+    Layout,
     aliases,
     base_optimizer,
     buffers,
     is_on_disk,
+    layout_from,
+    layout_of,
     read_loss_scale,
+    write_loss_scale,
 )
+from deberta_ds.model.backbone import on_meta
+from deberta_ds.objectives.build import build_model
 
-LAYOUT_FILE = "layout.json"
-RANK_FILE = re.compile(r"rank-(\d{5,})\.safetensors")
 _BUFFER = "buffer."  # before the names of the module's buffers, in rank 0's file
-
-
-def rank_file(rank: int) -> str:
-    """Return the name of a rank's tensors in a checkpoint."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 def describe_engine(engine, layout: Layout) -> dict:
@@ -222,3 +233,108 @@ class SavedState:
                 raise CheckpointError(f"{path}: cannot be read ({error}); use an older checkpoint"
                                       ) from None
         return self.opened[rank]
+
+
+def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
+    """Return (all parameters in fp32 on the CPU, the run's config) of a checkpoint directory.
+
+    The model of that config is computed as this machine can, whatever the run's machine had. Works
+    for every ZeRO stage, on one rank alone. The files are verified first.
+    """
+    return read_newest(path, _load_whole_state)
+
+
+def _load_whole_state(path: Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
+    if problems := problems_read_alone(path):
+        others = [step.name for step in list_finished(path.parent.parent) if step != path]
+        remedy = f"name another one next to it ({listed(others[::-1])})" if others else \
+            "copy it again from its source"
+        raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
+    record = read_run_record(path)
+    run = record.run(path / RUN_FILE)
+    user_code.check_same(run, record.content_hashes, str(path))
+    state = SavedState(path)
+    whole = {name: state.read_whole(name) for name in state.shapes}
+    whole |= {name: whole[owner] for name, owner in state.aliases.items() if owner in whole}
+    whole |= {name: buffer.float() for name, buffer in state.buffers.items()}
+    wanted, found = ({name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                     for tensors in (on_meta(build_model, run).state_dict(), whole))
+    if differing := _differing(wanted, found):
+        raise CheckpointError(f"{path}: its tensors are not those of the model in {RUN_FILE}: "
+                              f"{differing}; use an older checkpoint")
+    return whole, replace(run, model=computed_anywhere(run.model))
+
+
+def _differing(wanted: dict, found: dict) -> str:
+    """Return the names of some tensors that one of two models lacks, or has in another shape."""
+    names = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
+    return ", ".join(names[:5]) + " ..." * (len(names) > 5)
+
+
+@torch.no_grad()
+def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
+    """Write a verified checkpoint into the engine: weights, moments, counters, loss scale, buffers.
+
+    Call on every rank. `is_other_run`: of another run, whose steps are not counted: the optimizer's
+    counters alone. Raises CheckpointError if the engine has other parameters. Each rank reads the
+    slices that it owns, one buffer in memory at a time, so world size and stage may differ.
+    DeepSpeed's own loaders unpickle, and 0.19.8's go wrong silently
+    (docs/explanation/reliability.md).
+    """
+    # What may fail comes first, on all ranks together: writing into an engine has collectives.
+    state, layout = dist.together(lambda: SavedState(path)), layout_of(engine)
+    dist.together(lambda: open_files(layout, state))
+    optimizer = base_optimizer(engine)
+    for number, buffer in enumerate(buffers(engine, layout, writing=True)):
+        names = [name for name, _ in buffer.held] or layout.groups[number].names
+        # A parameter that never had a gradient may lack what the others of its buffer have.
+        _fill(buffer, max(names, key=lambda name: len(state.state_keys(name))), optimizer, state)
+    write_loss_scale(engine, state.loss_scale)
+    for name, value in ({} if is_other_run else state.counters).items():
+        setattr(engine, name, value)
+    for name, value in engine.module.named_buffers():
+        if name in state.buffers:
+            value.copy_(state.buffers[name])
+    dist.barrier()
+
+
+def open_files(layout: Layout, state: SavedState) -> None:
+    """Check the parameters, and open the files that hold what this rank will own."""
+    if differing := _differing(layout.shapes, state.shapes):
+        raise CheckpointError(f"{state.directory}: its parameters are not the model's: {differing}")
+    wanted: list[tuple[str, int, int | None]] = []
+    for number, group in enumerate(layout.groups):
+        is_whole = layout.is_replicated or group.is_frozen and layout.cut == "line"
+        wanted += [(name, 0, None) for name in group.names] if is_whole else [
+            (name, piece.start, piece.count)
+            for name, piece in layout.held_by(dist.rank(), number)]
+    ranks = {piece.rank for one in wanted for piece in state.layout.pieces(*one)}
+    for rank in sorted(ranks):
+        state.open(rank)
+
+
+def _fill(buffer: Buffer, name: str, optimizer: torch.optim.Optimizer,
+          state: SavedState) -> None:
+    """Write a buffer's weights and its entry in the optimizer's state, which is that of `name`."""
+    target = buffer.weights
+    _copy(target.data, MASTER, buffer, state)
+    if buffer.is_frozen:
+        return
+    entry = {}
+    for key in state.state_keys(name):
+        entry[key] = torch.zeros_like(target.data)
+        _copy(entry[key], key, buffer, state)
+    on_device = any(group.get("fused") or group.get("capturable")
+                    for group in optimizer.param_groups)
+    for key, value in state.scalars(name).items():
+        if torch.is_tensor(value):  # a tensor of its own: the optimizer counts in place
+            value = value.clone().to(target.device if on_device else "cpu")
+        entry[key] = value
+    optimizer.state[target] = entry
+
+
+def _copy(target: Tensor, key: str, buffer: Buffer, state: SavedState) -> None:
+    flat = target.view(-1)
+    for name, piece in buffer.held:
+        flat[piece.offset:piece.offset + piece.count] = state.read(
+            name, key, piece.start, piece.count)

@@ -24,11 +24,11 @@ from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import parse_json, read_json
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import BEST
+from deberta_ds.checkpoint.find import BEST
 from deberta_ds.checkpoint.save import is_permanent, outdated
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.files import remote
-from deberta_ds.tracking.records import METRICS_FILE
+from deberta_ds.tracking.log import METRICS_FILE
 from deberta_ds.tracking.trackers import MLFLOW_RUN_FILE, WANDB_RUN_FILE
 
 OWNER = "upload.json"  # in OUT and at the URL

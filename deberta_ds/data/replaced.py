@@ -22,9 +22,8 @@ import numpy as np
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.files import write_atomic, xxh3
-from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.corpus import Corpus, read_bytes
 from deberta_ds.data.masking import IGNORE
-from deberta_ds.data.reading import read_bytes
 from deberta_ds.data.shards import MANIFEST, check_file, read_checked, save_array
 
 VERSION = 1
@@ -123,7 +122,7 @@ class Replacements:
 
 
 class _Stored(NamedTuple):
-    """A .npy file that is read by parts, with no descriptor of its own (data/reading.py)."""
+    """A .npy file that is read by parts, with no descriptor of its own (data/corpus.py)."""
 
     path: str
     begin: int

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.cluster import dist
-from deberta_ds.engine.layout import Piece
-from deberta_ds.engine.state import buffers, layout_of
+from deberta_ds.engine.state import Piece, buffers, layout_of
 
 _AT_ONCE = 1 << 25  # elements of the matrices that are worked on together
 _ROUNDS = 5

@@ -8,7 +8,7 @@ import torch
 
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.numbers import format_count
-from deberta_ds.checkpoint.download import local_copy
+from deberta_ds.checkpoint.find import local_copy
 from deberta_ds.evaluate.fill_mask import check_fills_masks, fill_mask
 from deberta_ds.release.read_back import (
     SENTENCES,

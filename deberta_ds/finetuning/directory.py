@@ -32,7 +32,7 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
-from deberta_ds.checkpoint.download import local_copy
+from deberta_ds.checkpoint.find import local_copy
 from deberta_ds.config.options import validate
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.publish import hf

@@ -27,8 +27,8 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.json_files import read_json, typed
 from deberta_ds.base.numbers import counted
-from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import MANIFEST, RUN_FILE
+from deberta_ds.checkpoint import find, saved_state
+from deberta_ds.checkpoint.find import MANIFEST, RUN_FILE
 from deberta_ds.checkpoint.save import begin_save, finish_save, point_best, set_aside
 from deberta_ds.cluster import dist, lock
 from deberta_ds.config.run_config import OptimConfig
@@ -121,7 +121,7 @@ def restore(job: Job, engine) -> Progress:
         return Progress(job.identity(), dist.world_size())
     progress = dist.together(lambda: _read_progress(found.path))
     _keep_best(job, progress)
-    find.load(engine, found.path)
+    saved_state.load(engine, found.path)
     job.say(f"{job.task.name} seed {job.seed}: goes on after step {progress.step}, from "
             f"{found.path}")
     if progress.world_size != dist.world_size():
@@ -201,7 +201,7 @@ def _write_best(job: Job, engine, progress: Progress) -> None:
     if not dist.from_main(lambda: (best / MANIFEST).exists()):
         return  # version 0.2.0 has written them
     if progress.step != progress.best_step:
-        find.load(engine, best)
+        saved_state.load(engine, best)
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with gathered([parameter]):

@@ -16,8 +16,8 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
-from deberta_ds.checkpoint.find import list_steps, load_whole_state, read_newest
-from deberta_ds.checkpoint.run_record import RUN_FILE, read_run_record
+from deberta_ds.checkpoint.find import RUN_FILE, list_steps, read_newest, read_run_record
+from deberta_ds.checkpoint.saved_state import load_whole_state
 from deberta_ds.config.model import computed_anywhere
 from deberta_ds.config.run_config import ModelConfig, RunConfig, to_dict
 from deberta_ds.objectives.build import objective_of

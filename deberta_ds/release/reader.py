@@ -20,8 +20,7 @@ from torch import Tensor
 
 from deberta_ds.base.errors import UserError, looked_in
 from deberta_ds.base.json_files import read_json
-from deberta_ds.checkpoint.download import local_copy
-from deberta_ds.checkpoint.find import is_unsaved_run, newest
+from deberta_ds.checkpoint.find import is_unsaved_run, local_copy, newest
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding

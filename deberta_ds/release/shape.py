@@ -98,7 +98,7 @@ def _checkpoint_shape(out_dir: Any, resume: str) -> tuple[dict[str, Any], str]:
     of one shape. Both are empty where there is none.
     """
     if resume not in ("auto", "never"):
-        from deberta_ds.checkpoint.download import local_copy
+        from deberta_ds.checkpoint.find import local_copy
 
         candidates = [local_copy(resume)]
     elif resume == "auto" and isinstance(out_dir, str) and (Path(out_dir) / "checkpoints").is_dir():
@@ -113,7 +113,7 @@ def _checkpoint_shape(out_dir: Any, resume: str) -> tuple[dict[str, Any], str]:
 
 def _saved_shape(checkpoint: Path) -> dict[str, Any]:
     """Return the shape of a checkpoint as its run wrote it, nothing where that cannot be read."""
-    from deberta_ds.checkpoint.run_record import read_run_record
+    from deberta_ds.checkpoint.find import read_run_record
 
     try:
         run = read_run_record(checkpoint).run(checkpoint)

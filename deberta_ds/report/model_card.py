@@ -18,9 +18,7 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
 from deberta_ds.base.numbers import counted, format_value
 from deberta_ds.base.version import __version__
-from deberta_ds.checkpoint.download import local_copy
-from deberta_ds.checkpoint.find import newest
-from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
+from deberta_ds.checkpoint.find import RunRecord, local_copy, newest, read_run_record
 from deberta_ds.config.model import RANDOM
 from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
@@ -33,7 +31,7 @@ from deberta_ds.release.tensors import SAFETENSORS
 from deberta_ds.report.pages import template
 from deberta_ds.report.rundata import READ, Count, Score, Text, baseline_name, checked, read_checked
 from deberta_ds.tasks.task import TEST, Task
-from deberta_ds.tracking.records import METRICS_FILE, read_metrics
+from deberta_ds.tracking.log import METRICS_FILE, read_metrics
 
 CARD = "README.md"
 _PIPELINES = {"Model": "feature-extraction", "ForSequenceClassification": "text-classification",

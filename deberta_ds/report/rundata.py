@@ -18,7 +18,7 @@ from deberta_ds.cluster import lock
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
 from deberta_ds.objectives.build import objective_named, own_metrics
-from deberta_ds.tracking.records import KINDS, METRICS_FILE, read_metrics
+from deberta_ds.tracking.log import KINDS, METRICS_FILE, read_metrics
 
 # results.json of a fine-tuning sweep as the page reads it (written by launch/sweep.py).
 RESULTS_FILE = "results.json"

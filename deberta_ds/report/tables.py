@@ -13,7 +13,7 @@ from deberta_ds.base.user_code import short_name
 from deberta_ds.objectives.base import Metric
 from deberta_ds.report.charts import color_of
 from deberta_ds.report.rundata import Run, baseline_name
-from deberta_ds.tracking.records import corpora_of
+from deberta_ds.tracking.log import corpora_of
 
 _TOLD = {"save": ("checkpoint saved", "checkpoints saved"),
          "skip": ("update skipped", "updates skipped"), "rollback": ("rollback", "rollbacks"),

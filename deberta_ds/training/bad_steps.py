@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import read_run_record
+from deberta_ds.checkpoint import find, saved_state
+from deberta_ds.checkpoint.find import read_run_record
 from deberta_ds.cluster import dist
 from deberta_ds.config.batch_schedule import rows_before
 from deberta_ds.config.run_config import RunConfig
@@ -47,7 +47,7 @@ class BadSteps:
         if train.on_spike == "skip":
             return "skip", f"no update: {problem}", place
         path = self._checkpoint(step, problem)
-        find.load(self._engine, path)
+        saved_state.load(self._engine, path)
         self.spikes = SpikeRule(train.spike_sigmas, dist.together(
             lambda: read_run_record(path)).recent_losses)
         return "rollback", f"weights and optimizer of {path}: {problem}", place

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from deberta_ds.base.numbers import format_count
-from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.find import RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config

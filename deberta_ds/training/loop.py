@@ -16,7 +16,7 @@ import torch
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.base.files import ReadFile
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import BEST, RunRecord
+from deberta_ds.checkpoint.find import BEST, RunRecord
 from deberta_ds.checkpoint.save import Save, begin_save, finish_save, is_permanent, point_best
 from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.cluster import dist, lock, signals
@@ -27,7 +27,7 @@ from deberta_ds.engine.optim import learning_rate
 from deberta_ds.engine.state import read_loss_scale
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import best
 from deberta_ds.training.bad_steps import BadSteps
 from deberta_ds.training.goodput import pause_of_copy, save_interval

@@ -17,10 +17,10 @@ import psutil
 import torch
 
 from deberta_ds.base.numbers import format_duration
-from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.find import RunRecord
 from deberta_ds.cluster import dist, lock
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 
 
 # Speed of a run: tokens/s, FLOP/s, MFU and time to go.

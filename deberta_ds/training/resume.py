@@ -6,14 +6,14 @@ from pathlib import Path
 
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.json_files import flatten
-from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
+from deberta_ds.checkpoint import find, saved_state
+from deberta_ds.checkpoint.find import RunRecord, read_run_record
 from deberta_ds.checkpoint.save import set_aside
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import FREE_FIELDS, RunConfig
-from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.optim import learning_rate
+from deberta_ds.engine.state import CheckpointError
 from deberta_ds.objectives.build import held_parameters
 from deberta_ds.release.initialize import shape_differences
 from deberta_ds.release.vocabulary import has_other_tokens
@@ -122,7 +122,7 @@ def restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord
             model_engine, log: RunLog) -> None:
     """Load the checkpoint that was found into the engine, and say what differs."""
     assert found.path is not None  # where `record` is from
-    find.load(model_engine, found.path)
+    saved_state.load(model_engine, found.path)
     if change := find.layout_changes(record, inputs.ds):
         log.info(f"resumed in another layout: {change}")
     mask, others = run.objective.mask, []
@@ -169,7 +169,7 @@ def take_moments(run: RunConfig, inputs: Inputs, model_engine) -> Path:
     if problems := find.problems_of(path):
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}")
     try:
-        find.load(model_engine, path, is_other_run=True)
+        saved_state.load(model_engine, path, is_other_run=True)
     except UserError as error:
         raise CheckpointError(f"init.moments = true: {error}; leave init.moments out") from None
     return path

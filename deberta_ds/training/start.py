@@ -21,7 +21,7 @@ from deberta_ds.base.json_files import flatten
 from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.base.version import __version__
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import BEST, RunRecord, read_run_record
+from deberta_ds.checkpoint.find import BEST, RunRecord, read_run_record
 from deberta_ds.checkpoint.upload import check_owner
 from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog

@@ -16,7 +16,7 @@ import torch
 from launching import ENVIRONMENT, NVME_REASON, ROOT, make_run, options_of
 from small_disk import small_disk
 
-from deberta_ds.checkpoint import find, save
+from deberta_ds.checkpoint import find, save, saved_state
 from deberta_ds.checkpoint.find import CheckpointError, path_of
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.engine import state as engine_state
@@ -123,7 +123,7 @@ def test_consolidation_equals_zero_to_fp32(saved):
             continue
         expected = get_fp32_state_dict_from_zero_checkpoint(
             str(saved / f"ck/deepspeed/w2_{kind}"), tag="zero")
-        found, run = find.load_whole_state(path_of(saved / f"ck/w2_{kind}", 2))
+        found, run = saved_state.load_whole_state(path_of(saved / f"ck/w2_{kind}", 2))
         assert run.name == "tiny" and found.keys() == expected.keys()
         assert run.model.attention == "auto"  # its reader's machine may not have the run's
         assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -26,8 +26,8 @@ import deberta_ds
 from deberta_ds.base.command_line import local_path
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import cache_directory, temporary_directory
-from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.download import local_copy
+from deberta_ds.checkpoint import find, saved_state
+from deberta_ds.checkpoint.find import local_copy
 from deberta_ds.checkpoint.save import prune
 from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.config import run_config
@@ -246,7 +246,7 @@ def test_a_run_goes_on_from_an_s3_server(tmp_path, monkeypatch, process_group):
         both = [metrics.query("kind == 'train' and step > 2").loss.tolist()
                 for metrics in (whole, again)]
         assert both[0] == both[1] and len(both[0]) == 2
-        local, there = (find.load_whole_state(place)[0] for place in (
+        local, there = (saved_state.load_whole_state(place)[0] for place in (
             tmp_path / "out", "s3://shop/run"))
         assert all(torch.equal(local[name], there[name]) for name in local)
         deberta_ds.export("s3://shop/run", tmp_path / "hf")

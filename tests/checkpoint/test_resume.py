@@ -12,8 +12,9 @@ import rank_helpers
 import torch
 from launching import ROOT, deepspeed_json, losses, make_run, options_of, torchrun
 
-from deberta_ds.checkpoint.find import list_finished, list_steps, load_whole_state, step_of
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.checkpoint.find import list_finished, list_steps, step_of
+from deberta_ds.checkpoint.saved_state import load_whole_state
+from deberta_ds.tracking.log import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 

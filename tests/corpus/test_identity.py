@@ -6,8 +6,7 @@ import pytest
 from data_helpers import RUN_RECORD
 from launching import make_run
 
-from deberta_ds.checkpoint.find import CheckpointError
-from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.find import CheckpointError, RunRecord
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.corpus import Corpus

@@ -18,7 +18,7 @@ from deberta_ds.config.objective import MaskConfig, ObjectiveConfig
 from deberta_ds.config.run_config import ConfigError, SourceConfig, load
 from deberta_ds.corpus import replacements
 from deberta_ds.corpus.replacements import Recipe, replace_corpus
-from deberta_ds.data import reading
+from deberta_ds.data import corpus as corpus_files
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.replaced import read_replaced_manifest, shard_path
 from deberta_ds.data.rows import RowDataset, collate, eval_sequences
@@ -26,7 +26,7 @@ from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.reader import load_backbone
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 
 TINY = ROOT / "tests/fixtures/tiny_run"
 GENERATOR = str(TINY / "rtd/export")
@@ -104,8 +104,8 @@ def test_rows_hold_what_the_generator_puts_there(stored):
 
 def test_shards_keep_no_maps_and_few_descriptors(stored, monkeypatch):
     """Each shard and draw kept three, without end: a corpus of many shards ran out of them."""
-    monkeypatch.setattr(reading, "most_open_files", lambda: 4)
-    monkeypatch.setattr(reading, "kept_open", cache(reading.kept_open.__wrapped__))
+    monkeypatch.setattr(corpus_files, "most_open_files", lambda: 4)
+    monkeypatch.setattr(corpus_files, "kept_open", cache(corpus_files.kept_open.__wrapped__))
     dataset, place = dataset_of(stored["train"], "train"), str(stored["train"])
     rows = dataset.num_rows[str(TINY / "train")]
     found = [dataset[g] for g in range(2 * rows)]  # both draws

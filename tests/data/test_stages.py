@@ -20,7 +20,7 @@ from tokenizer_cases import directory_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import read_run_record
+from deberta_ds.checkpoint.find import read_run_record
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import DataConfig, SourceConfig
 from deberta_ds.data.corpus import Corpus

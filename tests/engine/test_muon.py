@@ -15,10 +15,9 @@ from deberta_ds.config.run_config import OptimConfig, load
 from deberta_ds.engine import engine, muon
 from deberta_ds.engine.ds_config import problems_with_optimizer
 from deberta_ds.engine.gpus import GPUS
-from deberta_ds.engine.layout import Piece
 from deberta_ds.engine.muon import Matrix, Muon, orthogonal
 from deberta_ds.engine.optim import build_optimizer
-from deberta_ds.engine.state import MASTER
+from deberta_ds.engine.state import MASTER, Piece
 from deberta_ds.planner.plan import make_plan
 from deberta_ds.training.start import check_run
 

@@ -13,7 +13,8 @@ import torch
 from launching import ROOT, deepspeed_json, losses, make_run
 
 from deberta_ds.base.errors import ConfigError, UserError
-from deberta_ds.checkpoint.find import list_finished, load_whole_state
+from deberta_ds.checkpoint.find import list_finished
+from deberta_ds.checkpoint.saved_state import load_whole_state
 from deberta_ds.config import run_config
 from deberta_ds.data.rows import Row, collate
 from deberta_ds.engine import engine, passes

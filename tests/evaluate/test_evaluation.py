@@ -20,7 +20,7 @@ from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.report.rundata import read_run
 from deberta_ds.report.tables import evaluation_by_corpus
-from deberta_ds.tracking.records import corpora_of
+from deberta_ds.tracking.log import corpora_of
 from deberta_ds.training.held_out import evaluate
 from deberta_ds.training.inputs import open_inputs
 

@@ -32,7 +32,7 @@ from deberta_ds.release.tokenizer_files import exported_word_ids, write_tokenize
 from deberta_ds.report.pages import render
 from deberta_ds.tokenizer import subword_starts_word
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import loop
 from deberta_ds.training.held_out import score_minimal_pairs
 from deberta_ds.training.pairs import MinimalPair, encode_sentences, outcomes

@@ -24,7 +24,7 @@ from deberta_ds.tasks.tables import read_table
 from deberta_ds.tasks.task import task_named
 from deberta_ds.tasks.task_file import load_own_task
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import held_out, pairs, rehearsal
 
 READERS = {

@@ -17,7 +17,7 @@ from deberta_ds.checkpoint.find import path_of
 from deberta_ds.finetuning import sweep
 from deberta_ds.publish import convert
 from deberta_ds.tasks.task import task_named
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 
 
 def claim(out: Path, url: str, resume: str = "auto", claims: bool = True) -> None:

@@ -9,7 +9,7 @@ import pytest
 import rank_helpers
 from launching import ROOT
 
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 from tools.fuzz.commands import Command, Server
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]

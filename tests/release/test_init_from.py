@@ -7,7 +7,7 @@ from export_cases import make_release
 from launching import deepspeed_json, make_run, options_of
 
 import deberta_ds
-from deberta_ds.checkpoint.find import load_whole_state
+from deberta_ds.checkpoint.saved_state import load_whole_state
 from deberta_ds.publish.convert import convert
 from deberta_ds.release.native import write_ours
 

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 import deberta_ds
 from deberta_ds.base.errors import UserError
-from deberta_ds.checkpoint.find import load_whole_state, path_of
+from deberta_ds.checkpoint.find import path_of
+from deberta_ds.checkpoint.saved_state import load_whole_state
 from deberta_ds.config.run_config import InitConfig, SourceConfig
 from deberta_ds.config.toml_files import as_toml
 from deberta_ds.corpus.extend_tokenizer import extend_tokenizer

@@ -14,7 +14,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint.find import list_finished, newest, step_of
 from deberta_ds.config import run_config
 from deberta_ds.objectives import rtd
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import best, loop
 from deberta_ds.training.inputs import open_inputs
 from deberta_ds.training.start import check_link

@@ -15,7 +15,7 @@ import deberta_ds
 from deberta_ds.base.errors import UserError
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import rehearsal
 from deberta_ds.training import start as starting
 

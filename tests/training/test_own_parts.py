@@ -8,7 +8,7 @@ from launching import ROOT, deepspeed_json, losses, make_run, python
 
 from deberta_ds.checkpoint.find import list_finished
 from deberta_ds.report.rundata import read_run
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 
 NAMES = {"schedule": "inverse_sqrt.py:inverse_sqrt", "selection": "rare_words.py:rare_words",
          "kind": "small_states.py", "metric": "more_scores.py:saved_bits", "name": "lion.py:lion"}

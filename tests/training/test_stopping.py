@@ -14,12 +14,12 @@ import signal_trials
 from launching import ROOT, deepspeed_json, make_run, options_of
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
-from deberta_ds.checkpoint.run_record import read_run_record
+from deberta_ds.checkpoint.find import read_run_record
 from deberta_ds.cluster import dist, lock
 from deberta_ds.cluster.watchdog import EXIT_STUCK
 from deberta_ds.config.run_config import DataConfig, TrainConfig
 from deberta_ds.engine.engine import BadStepError, update
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import bad_steps
 from deberta_ds.training.step import WINDOW, SpikeRule
 
@@ -100,7 +100,7 @@ def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeyp
     """With one good step between bad ones it threw away every step that it had trained."""
     path, loaded = Path("out/checkpoints/step-00000100"), []
     monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(path))
-    monkeypatch.setattr(bad_steps.find, "load", lambda engine, path: loaded.append(path))
+    monkeypatch.setattr(bad_steps.saved_state, "load", lambda engine, path: loaded.append(path))
     monkeypatch.setattr(bad_steps, "read_run_record",
                         lambda path: SimpleNamespace(recent_losses=[]))
     train = TrainConfig(on_spike="rollback", global_batch_size=8, micro_batch_size=8, steps=1000,
@@ -232,7 +232,7 @@ def test_a_loss_scale_that_cannot_fall_is_one_clear_error():
 
 def test_a_rollback_goes_on_with_the_losses_of_its_checkpoint(monkeypatch):
     monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(Path("step-1")))
-    monkeypatch.setattr(bad_steps.find, "load", lambda *_: None)
+    monkeypatch.setattr(bad_steps.saved_state, "load", lambda *_: None)
     monkeypatch.setattr(bad_steps, "read_run_record", lambda path: SimpleNamespace(
         recent_losses=[2.0, 3.0]))
     train = TrainConfig(on_spike="rollback", spike_sigmas=3.0, global_batch_size=8,

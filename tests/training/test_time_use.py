@@ -11,7 +11,7 @@ import thread_ranks
 import torch
 from data_helpers import RUN_RECORD
 
-from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.find import RunRecord
 from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.training import best, goodput, journal, loop
 from deberta_ds.training.loop import Saver

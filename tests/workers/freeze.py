@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from workers import restore
 
-from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint import find, saved_state
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config, engine
@@ -34,7 +34,7 @@ def train(run, inputs, kind: str, out: Path, start: int, saves: tuple[int, ...] 
     ds = ds_config.resolve(run, restore.deepspeed_dict(kind, out), dist.world_size())
     model_engine = engine.build_pretraining_engine(run, ds, inputs.tokenizer.size)
     if start:
-        find.load(model_engine, find.path_of(out / f"{start}", 2))
+        saved_state.load(model_engine, find.path_of(out / f"{start}", 2))
     losses, steps = [], run.train.steps
     batches = batches_of(run, inputs, start=start, end=steps)
     for step in range(start, steps):

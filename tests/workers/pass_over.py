@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import read_run_record
+from deberta_ds.checkpoint.find import read_run_record
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config, engine

@@ -22,9 +22,9 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import RunRecord
-from deberta_ds.checkpoint.save import save as save_checkpoint
+from deberta_ds.checkpoint import find, saved_state
+from deberta_ds.checkpoint.find import RunRecord
+from deberta_ds.checkpoint.save import begin_save, finish_save
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
@@ -97,7 +97,7 @@ def write(model_engine, run, ds: dict, out: Path) -> None:
                        world_size=dist.world_size(), config=run_config.to_dict(run), deepspeed=ds,
                        content_hashes={}, tokenizer_sha256="", recent_losses=[], since_line={},
                        time_use={}, begun_from="", best={}, versions={})
-    save_checkpoint(model_engine, out, record, keep=1)
+    finish_save(begin_save(model_engine, out, record, keep=1))
 
 
 def load(run, directory: Path, kinds: tuple[str, ...]) -> None:
@@ -117,7 +117,7 @@ def load(run, directory: Path, kinds: tuple[str, ...]) -> None:
                                            or saved == loaded):
                 continue
             with watch():
-                find.load(model_engine, find.find(source.parent.parent, "auto").path)
+                saved_state.load(model_engine, find.find(source.parent.parent, "auto").path)
             watch = nullcontext if not is_full else watch
             check_settings(model_engine)
             write(model_engine, run, inputs.ds, again)

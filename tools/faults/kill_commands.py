@@ -38,8 +38,12 @@ from launching import ENVIRONMENT, ROOT, make_run  # noqa: E402
 from random_resume import EXACT, lines, state  # noqa: E402
 from s3_server import s3_bucket  # noqa: E402
 
-from deberta_ds.checkpoint.download import local_copy  # noqa: E402
-from deberta_ds.checkpoint.find import list_finished, problems_of, step_of  # noqa: E402
+from deberta_ds.checkpoint.find import (  # noqa: E402
+    list_finished,
+    local_copy,  # noqa: E402
+    problems_of,
+    step_of,
+)
 from deberta_ds.files.remote import file_system  # noqa: E402
 
 KINDS = ("upload", "evals", "finetune", "ranks")

@@ -25,7 +25,7 @@ from data_helpers import make_corpus, random_documents, tiny_tokenizer  # noqa: 
 from launching import losses, make_run  # noqa: E402
 
 from deberta_ds.checkpoint.find import list_finished  # noqa: E402
-from deberta_ds.tracking.records import read_metrics  # noqa: E402
+from deberta_ds.tracking.log import read_metrics  # noqa: E402
 
 STEPS = 9
 EXACT = ("loss", "generator_loss", "discriminator_loss", "grad_norm", "lr", "sequences_seen",
