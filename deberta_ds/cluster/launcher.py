@@ -15,7 +15,6 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from importlib import util
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError, first_line
@@ -120,8 +119,7 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
         found = _agreeing(environ, _open_mpi(environ))
     elif "SLURM_STEP_NUM_TASKS" in environ:  # a task of srun; the batch script itself has no step
         found = _agreeing(environ, _slurm(environ))
-    elif "PMI_RANK" in environ:
-        need_mpi4py("an MPI launcher that is not Open MPI")
+    elif "PMI_RANK" in environ:  # an MPI launcher that is not Open MPI: see `meet_mpi`
         found = {}
     elif environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"WORLD_SIZE = {environ['WORLD_SIZE']!r} is set, but RANK is not and no "
@@ -155,7 +153,6 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     found = {"LOCAL_RANK": environ["OMPI_COMM_WORLD_LOCAL_RANK"]}
     one_host = environ["OMPI_COMM_WORLD_LOCAL_SIZE"] == size
     if not one_host and "MASTER_ADDR" not in environ:
-        need_mpi4py("mpirun on several nodes without MASTER_ADDR")
         return found  # DeepSpeed asks MPI for the rest
     return found | {"RANK": environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": size,
                     "MASTER_ADDR": "127.0.0.1",
@@ -193,23 +190,17 @@ def _port(job: str) -> str:
     return str(20_000 + int(digits or 0) % 20_000)
 
 
-def need_mpi4py(what: str) -> None:
-    """Raise UserError if mpi4py is missing; `what` needs it."""
-    if util.find_spec("mpi4py") is None:
-        raise UserError(f"{what}: needs mpi4py to find the ranks; pip install "
-                        '"deberta_ds[mpi]", or pass MASTER_ADDR and MASTER_PORT '
-                        "(mpirun -x MASTER_ADDR=... )")
-
-
 def meet_mpi() -> None:
     """Import mpi4py, which DeepSpeed asks for the ranks; UserError without it or its MPI."""
     try:
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:
-        raise UserError("this launcher leaves the ranks to MPI, and mpi4py cannot be used "
+        raise UserError("an MPI launcher that is not Open MPI, or has not passed MASTER_ADDR to "
+                        "several nodes, needs mpi4py to find the ranks, and mpi4py cannot be used "
                         f"({first_line(error)}); build one for the MPI that starts them (pip "
-                        "install --no-binary=mpi4py mpi4py), or start the ranks with deepspeed, "
-                        "torchrun or srun") from error
+                        "install --no-binary=mpi4py mpi4py), pass MASTER_ADDR and MASTER_PORT "
+                        "(mpirun -x MASTER_ADDR=...), or start the ranks with deepspeed, torchrun "
+                        "or srun") from error
 
 
 # Does torch see the GPUs of this machine?
