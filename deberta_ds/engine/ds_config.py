@@ -152,28 +152,24 @@ def check(values: dict, place: str) -> None:
 
 def problems_on_this_node(values: dict) -> list[str]:
     """Return what is wrong with the paths of a DeepSpeed JSON here."""
-    sections = {name: (values.get("zero_optimization", {}).get(name) or {})
-                for name in ("offload_optimizer", "offload_param")}
     return [f"zero_optimization.{name}.nvme_path = {path!r}: no such directory on this node; make "
-            "it, or name another" for name, section in sections.items()
-            if section.get("device") == "nvme" and (path := section.get("nvme_path"))
+            "it, or name another" for name in ("offload_optimizer", "offload_param")
+            if offload_device(values, name) == "nvme"
+            and (path := values["zero_optimization"][name].get("nvme_path"))
             and not Path(path).is_dir()]
 
 
 def problems_between(values: dict) -> list[str]:
     """Return what is wrong between keys that are right by themselves; the planner asks too."""
-    zero = values.get("zero_optimization", {})
-    stage, problems = zero.get("stage", 0), []
+    zero, stage, problems = values.get("zero_optimization", {}), zero_stage(values), []
     for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
-        section = zero.get(name) or {}
-        device = section.get("device", "none")
-        where = f"zero_optimization.{name}"
+        device, where = offload_device(values, name), f"zero_optimization.{name}"
         if device != "none" and stage not in stages:
             problems.append(f"{where}: needs ZeRO stage {' or '.join(map(str, stages))}, not "
                             f"{stage}")
         if device == "nvme" and stage != 3:
             problems.append(f'{where}.device = "nvme": needs ZeRO stage 3, not {stage}')
-        if device == "nvme" and not section.get("nvme_path"):
+        if device == "nvme" and not zero[name].get("nvme_path"):
             problems.append(f'{where}.nvme_path: missing; "nvme" needs a fast local directory')
     on = [f'"{name}"' for name in ("bf16", "fp16", "torch_autocast")
           if values.get(name, {}).get("enabled")]
@@ -190,6 +186,11 @@ def zero_stage(values: dict) -> int:
     return int(values.get("zero_optimization", {}).get("stage", 0))
 
 
+def offload_device(values: dict, section: str = "offload_optimizer") -> str:
+    """Return where a section of a DeepSpeed dict puts its tensors: "none", "cpu" or "nvme"."""
+    return (values.get("zero_optimization", {}).get(section) or {}).get("device", "none")
+
+
 def precision(values: dict) -> str:
     """Return "bf16", "fp16" or "fp32": the type of the weights that run forward."""
     for name in ("bf16", "fp16"):
@@ -200,9 +201,7 @@ def precision(values: dict) -> str:
 
 def problems_with_optimizer(name: str, values: dict) -> list[str]:
     """Return why optim.name cannot go with a checked JSON."""
-    zero = values.get("zero_optimization", {})
-    section = zero.get("offload_optimizer") or {}
-    if name == "muon" and section.get("device", "none") != "none":
+    if name == "muon" and offload_device(values) != "none":
         return ["optim.name = 'muon': its matrices are on the GPU; leave "
                 "zero_optimization.offload_optimizer out, or use adamw"]
     return []
@@ -258,8 +257,7 @@ def complete(values: dict, *, rows: int, micro_rows: int, accumulation: int, cli
         own["zero_optimization"] = zero | {"overlap_comm": False}
     # In bf16 each addition loses bits; under ZeRO-1 `passes` adds in fp32. Under ZeRO-2 with
     # offload DeepSpeed 0.19.8 would add to the NaN that a bad step has left.
-    kept = zero_stage(values) == 2 and (
-        zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    kept = zero_stage(values) == 2 and offload_device(values) != "none"
     if accumulation > 1 and precision(values) == "bf16" and zero_stage(values) > 1 and not kept:
         own["data_types"] = {"grad_accum_dtype": "fp32"} | values.get("data_types", {})
     return {

@@ -49,16 +49,15 @@ def obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
 
 def sums_obstacle(ds: dict) -> str:
     """Return why gradients cannot be summed outside of DeepSpeed, or an empty string."""
-    zero = ds.get("zero_optimization", {})
     if ds_config.zero_stage(ds) == 3:
         return "ZeRO-3 gathers weights by hooks; use ZeRO-1 or 2"
     if ds_config.precision(ds) == "fp16":
         return "the loss scale of fp16 is a number of the host; use bf16"
     if ds.get("torch_autocast", {}).get("enabled"):
         return "torch_autocast casts weights in every pass; use bf16"
-    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+    if ds_config.offload_device(ds) != "none":
         return "offload_optimizer copies gradients by hooks; leave it out"
-    if ds.get("data_types", {}).get("grad_accum_dtype") == "fp32" and zero.get("stage") == 1:
+    if ds.get("data_types", {}).get("grad_accum_dtype") == "fp32" and ds_config.zero_stage(ds) == 1:
         return "data_types.grad_accum_dtype is in the way; leave it out, sums are in fp32 here"
     return ""
 
