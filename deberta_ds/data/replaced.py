@@ -11,24 +11,26 @@ NAME is a shard of the corpus; 0.2.0 wrote draw-0 and so on. A sample that equal
 not stored: to a discriminator it is one.
 """
 
-import io
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.data.corpus import Corpus, read_bytes
 from deberta_ds.data.masking import IGNORE
-from deberta_ds.data.shards import MANIFEST, check_file, read_checked, save_array
+from deberta_ds.data.shards import (
+    HEADER_BYTES,
+    MANIFEST,
+    check_file,
+    read_checked,
+    save_array,
+    token_dtype,
+)
 
 VERSION = 1
-_KINDS = ("mask", "ids", "ends")
-_HEADER_BYTES = 128  # of a .npy file with one or two axes
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,15 @@ class ReplacedManifest:
     version: int = VERSION
 
 
+def draw_directory(directory: str | Path, draw: int) -> Path:
+    """Return where the files of one draw lie."""
+    old = Path(directory) / f"draw-{draw}"  # of 0.2.0
+    return old if old.is_dir() else Path(directory) / f"sample-{draw}"
+
+
 def shard_path(directory: str | Path, draw: int, name: str, kind: str) -> Path:
     """Return the file of one shard in one draw; `kind` is mask, ids or ends."""
-    old = Path(directory) / f"draw-{draw}"  # of 0.2.0
-    directory = old if old.is_dir() else Path(directory) / f"sample-{draw}"
-    return directory / f"{name}.{kind}.npy"
+    return draw_directory(directory, draw) / f"{name}.{kind}.npy"
 
 
 def write_shard(directory: Path, draw: int, name: str, is_replaced_RL: np.ndarray,
@@ -95,7 +101,12 @@ class Replacements:
             raise UserError(
                 f"{directory}: made with attend_across_documents = "
                 f"{self.manifest.attend_across_documents}, the run has {attend_across_documents}")
-        self._files: dict[tuple[int, str], list[_Stored]] = {}
+        self._places = [draw_directory(directory, draw)
+                        for draw in range(len(self.manifest.temperatures))]
+        # {kind: (type of its numbers, how many a row or token has)}
+        self._forms = {"mask": (np.dtype("u1"), -(-corpus.seq_len // 8)),
+                       "ids": (token_dtype(corpus.manifest.vocab_size), 1),
+                       "ends": (np.dtype("<i8"), 1)}
 
     def verify(self, mode: str) -> None:
         """Check every file's size and, for "full", its checksum; UserError names a bad one."""
@@ -109,37 +120,18 @@ class Replacements:
     def apply(self, draw: int, name: str, row: int, ids_L: np.ndarray
               ) -> tuple[np.ndarray, np.ndarray]:
         """Return (row with replacements, labels: the original ids there, -100 elsewhere)."""
-        files = self._files.get((draw, name))
-        if files is None:
-            files = self._files[draw, name] = [
-                _Stored.look(shard_path(self.directory, draw, name, kind)) for kind in _KINDS]
-        mask, ids, ends = files
-        is_replaced_L = np.unpackbits(mask.items(row, row + 1), count=len(ids_L)).astype(bool)
-        end = int(ends.items(row, row + 1)[0])
+        is_replaced_L = np.unpackbits(self._items(draw, name, "mask", row, row + 1),
+                                      count=len(ids_L)).astype(bool)
+        end = int(self._items(draw, name, "ends", row, row + 1)[0])
         output_L = ids_L.copy()
-        output_L[is_replaced_L] = ids.items(end - int(is_replaced_L.sum()), end)
+        output_L[is_replaced_L] = self._items(draw, name, "ids",
+                                              end - int(is_replaced_L.sum()), end)
         return output_L, np.where(is_replaced_L, ids_L, IGNORE)
 
-
-class _Stored(NamedTuple):
-    """A .npy file that is read by parts, with no descriptor of its own (data/corpus.py)."""
-
-    path: str
-    begin: int
-    dtype: np.dtype
-    width: int  # numbers in an item of the first axis
-
-    @staticmethod
-    def look(path: Path) -> "_Stored":
-        """Read the header; UserError for another or a damaged one."""
-        header = io.BytesIO(read_bytes(str(path), 0, _HEADER_BYTES))
-        with naming(path):
-            np.lib.format.read_magic(header)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(header)
-        return _Stored(str(path), header.tell(), dtype, math.prod(shape[1:]))
-
-    def items(self, first: int, last: int) -> np.ndarray:
-        """Return items [first, last), one after another; UserError if the file ends before."""
-        size = self.dtype.itemsize * self.width
-        data = read_bytes(self.path, self.begin + size * first, size * (last - first))
-        return np.frombuffer(data, self.dtype)
+    def _items(self, draw: int, name: str, kind: str, first: int, last: int) -> np.ndarray:
+        """Return items [first, last) of a file; UserError if it ends before."""
+        dtype, width = self._forms[kind]
+        size = dtype.itemsize * width
+        data = read_bytes(f"{self._places[draw]}/{name}.{kind}.npy", HEADER_BYTES + size * first,
+                          size * (last - first))
+        return np.frombuffer(data, dtype)
