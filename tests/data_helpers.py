@@ -4,8 +4,10 @@ import contextlib
 import functools
 import io
 import json
+import os
 import random
 import runpy
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,13 +17,15 @@ import pytest
 import sentencepiece
 
 from deberta_ds.base.files import xxh3
+from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.masking import IGNORE, LONGEST_WORD, word_spans
-from deberta_ds.data.rows import Batch
+from deberta_ds.data.rows import Batch, RowDataset
 from deberta_ds.data.shards import (
     Manifest,
     ShardWriter,
@@ -84,6 +88,11 @@ RUN_RECORD = {"step": 100, "world_size": 1, "sequences_seen": 0, "tokens_seen": 
               "best": {"score": "", "scored": ""}, "versions": {}}
 
 
+# What every layout.json holds, beside its map.
+STATE = {"counters": {"global_steps": 3, "global_samples": 24, "skipped_steps": 0}, "keys": [],
+         "loss_scale": {}, "aliases": {}, "scalars": {}, "buffers": {}, "without": {}}
+
+
 def make_corpus(path: Path, documents: list[list[int]], tokenizer: Tokenizer, seq_lens=(64,),
                 shards: int = 3) -> Path:
     """Write a finished corpus of token-id documents, split over `shards` shards."""
@@ -100,6 +109,39 @@ def make_corpus(path: Path, documents: list[list[int]], tokenizer: Tokenizer, se
     for seq_len in seq_lens:
         pack_corpus(path, tokenizer, seq_len)
     return path
+
+
+def dataset_of(*sources, seed: int = 7, **options) -> RowDataset:
+    """Return the dataset of corpora, each a path or as in a run file."""
+    sources = [source if isinstance(source, SourceConfig) else SourceConfig(path=str(source))
+               for source in sources]
+    return RowDataset(sources, tiny_tokenizer(), seed=seed,
+                      **{"seq_len": 64, "mask": MaskConfig(), **options})
+
+
+_A_DATASET = """
+import sys
+from deberta_ds.config.batch_schedule import Phase
+from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.run_config import SourceConfig
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.rows import RowDataset
+from deberta_ds.tokenizer import Tokenizer
+
+def batches_of(phase, workers):
+    sources = [SourceConfig(path=path) for path in sys.argv[2:]]
+    dataset = RowDataset(sources, Tokenizer(sys.argv[1]), seq_len=64, seed=0, mask=MaskConfig())
+    return build_loader(dataset, phases=[phase], micro_batch_size=4, rank=0, world_size=1,
+                        num_workers=workers)
+"""
+
+
+def run_with_batches(code: str, *corpora) -> subprocess.CompletedProcess:
+    """Run code that calls `batches_of(phase, workers)` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", _A_DATASET + code, tokenizer_path(), *map(str, corpora)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}, timeout=120,
+        capture_output=True, text=True)
 
 
 def documents_of(*inputs, unit_bytes=0, **options):

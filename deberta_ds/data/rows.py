@@ -109,14 +109,9 @@ class RowDataset:
 
     def epochs(self, sequences_seen: int) -> dict[str, float]:
         """Return {source path: epochs of it used after rows 0 .. sequences_seen - 1 of the run}."""
-        used = self.consumed(sequences_seen)
-        return {path: used[path] / rows for path, rows in self.num_rows.items()}
-
-    def consumed(self, sequences_seen: int) -> dict[str, int]:
-        """Return {source path: index of its next row after rows 0 .. sequences_seen - 1}."""
         counts = self._mixture.consumed(sequences_seen)
-        return {source.path: source.first_sequence + count
-                for source, count in zip(self.sources, counts, strict=True)}
+        return {source.path: (source.first_sequence + count) / corpus.num_rows
+                for source, count, corpus in zip(self.sources, counts, self._corpora, strict=True)}
 
     def _place(self, g: int) -> tuple[int, int, int]:
         """Return (source number, epoch of that source, position in the epoch's order) of row g."""

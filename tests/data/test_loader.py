@@ -4,26 +4,28 @@ import errno
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
+from data_helpers import (
+    dataset_of,
+    make_corpus,
+    random_documents,
+    run_with_batches,
+    tiny_tokenizer,
+)
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import Phase
-from deberta_ds.config.objective import MaskConfig
-from deberta_ds.config.run_config import SourceConfig
-from deberta_ds.data import loader, reading
+from deberta_ds.data import corpus as corpus_files
+from deberta_ds.data import loader
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import Batch, RowDataset
+from deberta_ds.data.rows import Batch
 
 FIELDS = ("rows", "input_ids", "labels", "segments", "positions")
 
@@ -33,12 +35,7 @@ def dataset(tmp_path_factory):
     path = tmp_path_factory.mktemp("loader") / "corpus"
     documents = [tiny_tokenizer().encode(text) for text in random_documents(40)]
     make_corpus(path, documents, tiny_tokenizer(), (64,))
-    return open_dataset(path)
-
-
-def open_dataset(path):
-    return RowDataset(
-        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig())
+    return dataset_of(path)
 
 
 def one_rank(dataset, phase, micro_batch_size=4, workers=1):
@@ -95,7 +92,7 @@ def test_refuses_a_batch_that_the_ranks_cannot_share(dataset):
 
 def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
     path = make_corpus(tmp_path / "corpus", [[10] * 40] * 30, tiny_tokenizer(), (64,))
-    dataset = open_dataset(path)
+    dataset = dataset_of(path)
     (path / "tokens" / "00001-000.npy").unlink()
     with pytest.raises(UserError) as caught:
         list(one_rank(dataset, Phase(0, 8, 20), micro_batch_size=8))
@@ -146,9 +143,9 @@ def test_a_slow_file_system_is_read_ahead_of(dataset, monkeypatch):
         return wait
 
     expected = global_rows(dataset, 1, 0, 1, steps=10)
-    monkeypatch.setattr(reading.os, "pread", slow(os.pread))
-    monkeypatch.setattr(reading.SmallFiles, "room_bytes", 0)  # as for the plans of a large corpus
-    dataset = open_dataset(dataset.sources[0].path)
+    monkeypatch.setattr(corpus_files.os, "pread", slow(os.pread))
+    monkeypatch.setattr(corpus_files.SmallFiles, "room_bytes", 0)  # as of a large corpus
+    dataset = dataset_of(dataset.sources[0].path)
     found = global_rows(dataset, 1, 0, 1, steps=10)  # 240 rows, micro-batches of one
     for name in FIELDS:
         assert torch.equal(expected[name], found[name])
@@ -156,29 +153,10 @@ def test_a_slow_file_system_is_read_ahead_of(dataset, monkeypatch):
     assert most > 8  # at once; not timed, as the machine may be busy
 
 
-LEAVES_EARLY = """
-import sys
-from deberta_ds.config.run_config import SourceConfig
-from deberta_ds.config.objective import MaskConfig
-from deberta_ds.config.batch_schedule import Phase
-from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import RowDataset
-from deberta_ds.tokenizer import Tokenizer
-dataset = RowDataset([SourceConfig(path=sys.argv[2])], Tokenizer(sys.argv[1]), seq_len=64, seed=0,
-                     mask=MaskConfig())
-batches = build_loader(dataset, phases=[Phase(0, 4, 10**6)], micro_batch_size=4, rank=0,
-                       world_size=1, num_workers=2)
-next(batches)
-raise SystemExit(3)
-"""
-
-
 def test_a_run_that_ends_early_does_not_wait_for_its_workers(dataset):
     """They ignore SIGTERM, which is what Python sends them at exit before it waits for them."""
-    path, = dataset.num_rows
-    command = [sys.executable, "-c", LEAVES_EARLY, tokenizer_path(), path]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    assert subprocess.run(command, env=environment, timeout=60).returncode == 3
+    code = "batches = batches_of(Phase(0, 4, 10**6), 2)\nnext(batches)\nraise SystemExit(3)"
+    assert run_with_batches(code, *dataset.num_rows).returncode == 3
 
 
 def test_a_full_shared_memory_is_named(dataset, monkeypatch):

@@ -16,19 +16,25 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from data_helpers import flip_a_bit, make_corpus, random_documents, run_main, tiny_tokenizer
+from data_helpers import (
+    dataset_of,
+    flip_a_bit,
+    make_corpus,
+    random_documents,
+    run_main,
+    tiny_tokenizer,
+)
 from fsspec.implementations.local import LocalFileSystem
 from s3_server import s3_bucket
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import Phase
 from deberta_ds.config.objective import MaskConfig
-from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data import remote as corpus_remote
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.remote import BLOCK_BYTES, RemoteCorpus, upload
-from deberta_ds.data.rows import RowDataset, eval_sequences
+from deberta_ds.data.rows import eval_sequences
 from deberta_ds.files import remote
 from deberta_ds.files.remote import Cache
 
@@ -99,6 +105,8 @@ def test_rows_are_those_of_the_local_corpus(corpus, url, tmp_path, monkeypatch, 
     found = Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
     assert found.content_hash == local.content_hash and found.num_rows == local.num_rows
     assert same_rows(local, found, range(0, local.num_rows, 7))
+    assert Corpus(url + "/", seq_len=64, cache=Cache(str(tmp_path / "cache"))).path == found.path
+    assert tmp_path / "cache" in found.path.parents
     reads = FaultyFileSystem.reads
     again = pickle.loads(pickle.dumps(found))
     assert same_rows(local, again, range(0, local.num_rows, 7))
@@ -130,22 +138,16 @@ def test_what_cannot_be_listed_is_named(tmp_path):
         remote.listed_at(f"zip://x::file://{tmp_path}/none.zip")
 
 
-@pytest.mark.parametrize("damage", [
-    {"files": []}, {"files": {"tokens/00000.npy": 3}}, {"block_bytes": "many"}, {"version": None},
-    {"files": {"tokens/00000.npy": [-1, "x"]}}])
-def test_a_damaged_list_of_blocks_is_named(url, tmp_path, damage):
-    path = tmp_path / "store/web/blocks/manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    with pytest.raises(UserError, match=r"blocks/manifest\.json: damaged \("):
-        Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "rows-64/manifest.json"])
-def test_a_damaged_manifest_at_a_url_is_named_by_its_url(url, tmp_path, name):
-    path = tmp_path / "store/web" / name
+@pytest.mark.parametrize("name, damage", [
+    ("blocks", {"files": []}), ("blocks", {"files": {"tokens/00000.npy": 3}}),
+    ("blocks", {"block_bytes": "many"}), ("blocks", {"version": None}),
+    ("blocks", {"files": {"tokens/00000.npy": [-1, "x"]}}), (".", {}), ("rows-64", {})])
+def test_a_damaged_manifest_at_a_url_is_named_by_its_url(url, tmp_path, name, damage):
+    path = tmp_path / "store/web" / name / "manifest.json"
     values = json.loads(path.read_text())
-    path.write_text(json.dumps(values | {"shards": values["shards"][:-1]}))
-    with pytest.raises(UserError, match=f"^{url}: "):
+    path.write_text(json.dumps(values | (damage or {"shards": values["shards"][:-1]})))
+    with pytest.raises(UserError, match=rf"^{url}/blocks/manifest\.json: damaged \(" if damage
+                       else f"^{url}: "):
         Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
 
 
@@ -187,24 +189,18 @@ def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
     """Its first rows need a few blocks; workers fetch ahead; evaluation rows may be remote too."""
     sizes = sum(path.stat().st_size for path in corpus.rglob("*.npy"))
     cache = Cache(str(tmp_path / "cache"))
-    options = {"seq_len": 64, "mask": MaskConfig()}
-
-    def dataset(path):
-        return RowDataset([SourceConfig(path=path)], tiny_tokenizer(), seed=1, cache=cache,
-                          **options)
-
-    first = dataset(url)[0]
-    assert np.array_equal(first.input_ids, dataset(str(corpus))[0].input_ids)
+    first = dataset_of(url, cache=cache)[0]
+    assert np.array_equal(first.input_ids, dataset_of(corpus)[0].input_ids)
     got = sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy"))
     assert 0 < got < sizes / 2
     loader = {"phases": [Phase(0, 8, 4)], "micro_batch_size": 4, "rank": 0,
               "world_size": 1, "num_workers": 1}
-    for one, other in zip(build_loader(dataset(url), **loader),
-                          build_loader(dataset(str(corpus)), **loader), strict=True):
+    for one, other in zip(build_loader(dataset_of(url, cache=cache), **loader),
+                          build_loader(dataset_of(corpus), **loader), strict=True):
         for field in dataclasses.fields(one):
             assert np.array_equal(getattr(one, field.name), getattr(other, field.name))
-    held_out = eval_sequences(
-        url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache, **options)
+    held_out = eval_sequences(url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache,
+                              seq_len=64, mask=MaskConfig())
     assert len(held_out) == 3
 
 
@@ -228,8 +224,7 @@ def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):
     assert same_rows(local, found, range(0, local.num_rows, 25))
     shutil.rmtree(tmp_path / "cache")  # and in a worker, which the client must survive
     batches = [[batch.input_ids.numpy() for batch in build_loader(
-        RowDataset([SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1,
-                   mask=MaskConfig(), cache=Cache(str(tmp_path / "cache"))),
+        dataset_of(path, cache=Cache(str(tmp_path / "cache"))),
         phases=[Phase(0, 4, 3)], micro_batch_size=4, rank=0, world_size=1,
         num_workers=1)] for path in (corpus, "s3://shop/web")]
     assert np.array_equal(*batches)
@@ -276,12 +271,6 @@ def _copy(source, target, number: int, faults: dict[str, int]) -> None:
             end.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-
-
-def test_the_local_directory_has_a_place_for_each_url(tmp_path, corpus, url):
-    cache = Cache(str(tmp_path / "cache"))
-    assert RemoteCorpus(url, cache).directory == RemoteCorpus(url + "/", cache).directory
-    assert Path(tmp_path / "cache") in RemoteCorpus(url, cache).directory.parents
 
 
 @pytest.mark.parametrize("name", ["blocks/manifest.json", "tokens/*.npy"])

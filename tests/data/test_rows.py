@@ -1,31 +1,30 @@
 """Rows as functions of (seed, g), and refusal of damaged corpora."""
 
 import gc
+import hashlib
 import json
 import os
 import pickle
 import re
 import resource
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from data_helpers import (
     check_batch,
+    dataset_of,
     flip_a_bit,
     make_corpus,
     random_documents,
+    run_with_batches,
     tiny_tokenizer,
-    tokenizer_path,
 )
-from launching import ROOT
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import xxh3
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
-from deberta_ds.data import reading
+from deberta_ds.data import corpus as corpus_files
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.rows import RowDataset, collate, eval_sequences
 
@@ -36,13 +35,6 @@ SEQ_LEN = 64
 def corpus(tmp_path):
     documents = [tiny_tokenizer().encode(text) for text in random_documents(40)]
     return make_corpus(tmp_path / "corpus", documents, tiny_tokenizer(), (SEQ_LEN, 128))
-
-
-def dataset_of(*paths, seed=7, **options) -> RowDataset:
-    options = {"seq_len": SEQ_LEN, "mask": MaskConfig(), **options}
-    sources = [path if isinstance(path, SourceConfig) else SourceConfig(path=str(path))
-               for path in paths]
-    return RowDataset(sources, tiny_tokenizer(), seed=seed, **options)
 
 
 def read_all(dataset: RowDataset) -> list:
@@ -58,6 +50,8 @@ def test_each_epoch_visits_every_row_once_in_another_order(corpus):
     second = [dataset.locate(g)[1] for g in range(rows, 2 * rows)]
     assert sorted(first) == sorted(second) == list(range(rows))
     assert first != second
+    assert any(not np.array_equal(dataset[first.index(row)].labels,  # other masks
+                                  dataset[rows + second.index(row)].labels) for row in first)
 
 
 def test_row_is_a_pure_function_of_seed_and_number(corpus):
@@ -67,15 +61,6 @@ def test_row_is_a_pure_function_of_seed_and_number(corpus):
             assert np.array_equal(getattr(dataset[g], name), getattr(again[g], name))
     other = dataset_of(corpus, seed=8)
     assert any(not np.array_equal(dataset[g].input_ids, other[g].input_ids) for g in range(4))
-
-
-def test_masks_differ_between_epochs(corpus):
-    dataset = dataset_of(corpus)
-    rows = dataset.num_rows[str(corpus)]
-    at = {dataset.locate(g)[1]: g for g in range(rows)}
-    later = {dataset.locate(g)[1]: g for g in range(rows, 2 * rows)}
-    assert any(
-        not np.array_equal(dataset[at[row]].labels, dataset[later[row]].labels) for row in at)
 
 
 @pytest.mark.parametrize("selection", ["uniform", "deberta_window"])
@@ -123,17 +108,6 @@ def test_across_documents_is_one_segment(corpus):
     assert max(int(apart[g].segments.max()) for g in range(10)) > 1  # of one alone nothing is seen
 
 
-def test_a_later_stage_repeats_no_row(corpus, tmp_path):
-    other = make_corpus(tmp_path / "other", [[10] * 30] * 50, tiny_tokenizer(), (SEQ_LEN,))
-    first = dataset_of(SourceConfig(path=str(corpus), weight=3.0), SourceConfig(path=str(other)))
-    used = first.consumed(20)
-    second = dataset_of(
-        *(SourceConfig(path=str(path), first_sequence=used[str(path)]) for path in (corpus, other)))
-    seen = [first.locate(g) for g in range(20)]
-    later = [second.locate(g) for g in range(10)]
-    assert not set(seen) & set(later)
-
-
 def test_a_longer_stage_on_another_part_shares_no_token(tmp_path):
     tokens = list(range(10, 370))  # every token id appears once in the corpus
     path = make_corpus(tmp_path / "c", [tokens[i : i + 30] for i in range(0, 360, 30)],
@@ -170,7 +144,6 @@ def test_refuses_another_tokenizer(corpus, tmp_path):
     rows = corpus / "rows-64" / "manifest.json"
     with pytest.raises(UserError, match="another version"):
         dataset_of(corpus)
-    import hashlib
     data = json.loads(rows.read_text())
     data["corpus"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
     rows.write_text(json.dumps(data))
@@ -254,55 +227,43 @@ def test_a_shard_that_is_cut_while_a_run_reads_it_is_one_error(corpus):
 def test_small_plans_are_read_once_and_others_a_part_at_a_time(corpus, monkeypatch):
     """At 7,451 shards there were more files than descriptors: one read in five opened its file."""
     gc.collect()  # corpora of other tests give their room back
-    before, reads = reading.SmallFiles.room_bytes, []
-    monkeypatch.setattr(reading.os, "pread",
+    before, reads = corpus_files.SmallFiles.room_bytes, []
+    monkeypatch.setattr(corpus_files.os, "pread",
                         lambda *args, pread=os.pread: reads.append(args) or pread(*args))
     kept = dataset_of(corpus)
     expected = read_all(kept)
     rows = range(len(expected))
     plans = [path for path in (corpus / "rows-64").glob("*.npy")]
-    room = reading.SmallFiles.room_bytes
+    room = corpus_files.SmallFiles.room_bytes
     assert before - room == sum(path.stat().st_size for path in plans)
     token_reads = len(reads) - len(plans)
     assert len(rows) <= token_reads < 1.2 * len(rows)  # a few rows have pieces that lie far apart
     for limit in ("room_bytes", "most_bytes"):
         with monkeypatch.context() as context:
-            context.setattr(reading.SmallFiles, limit, 0)
+            context.setattr(corpus_files.SmallFiles, limit, 0)
             parts = dataset_of(corpus)
             reads.clear()
             for g, row in zip(rows, expected, strict=True):
                 np.testing.assert_array_equal(parts[g].input_ids, row.input_ids)
             assert len(reads) == token_reads + 2 * len(rows)
     del kept  # its room is for the next corpus
-    assert reading.SmallFiles.room_bytes == before
+    assert corpus_files.SmallFiles.room_bytes == before
 
 
 MANY_FILES = """
-import os, resource, sys
+import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from deberta_ds.config.run_config import SourceConfig
-from deberta_ds.config.objective import MaskConfig
-from deberta_ds.config.batch_schedule import Phase
-from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import RowDataset
-from deberta_ds.tokenizer import Tokenizer
-sources = [SourceConfig(path=path) for path in sys.argv[2:]]
-dataset = RowDataset(sources, Tokenizer(sys.argv[1]), seq_len=64, seed=0, mask=MaskConfig())
 for workers in (0, 2):
-    batches = build_loader(dataset, phases=[Phase(0, 8, 20)], micro_batch_size=4, rank=0,
-                           world_size=1, num_workers=workers)
-    print(sum(int(batch.input_ids.sum()) for batch in batches))
+    print(sum(int(batch.input_ids.sum()) for batch in batches_of(Phase(0, 8, 20), workers)))
 """
 
 
 def test_more_files_than_descriptors(tmp_path):
     """Several sources under a low `ulimit -n`: an error, or with workers a wait for ever."""
     tokens = [[10 + n % 50] * 40 for n in range(60)]
-    paths = [str(make_corpus(tmp_path / name, tokens, tiny_tokenizer(), (64,), shards=30))
+    paths = [make_corpus(tmp_path / name, tokens, tiny_tokenizer(), (64,), shards=30)
              for name in ("a", "b", "c")]
-    command = [sys.executable, "-c", MANY_FILES, tokenizer_path(), *paths]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120,
-                          capture_output=True, text=True)
+    done = run_with_batches(MANY_FILES, *paths)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split()
     assert first == second
@@ -314,4 +275,4 @@ def test_more_files_than_descriptors(tmp_path):
 def test_files_that_are_kept_open_leave_descriptors_to_the_process(monkeypatch, soft, hard, kept):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    assert reading.most_open_files.__wrapped__() == kept
+    assert corpus_files.most_open_files.__wrapped__() == kept
