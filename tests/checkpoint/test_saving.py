@@ -8,28 +8,27 @@ import shutil
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import rank_helpers
 import thread_ranks
 import torch
-from data_helpers import RUN_RECORD
+from data_helpers import RUN_RECORD, STATE
 from launching import deepspeed_json, make_run, options_of
 from safetensors.torch import load_file
 
 from deberta_ds.base import files
 from deberta_ds.checkpoint import find, save, saved_state
-from deberta_ds.checkpoint.find import CheckpointError
-from deberta_ds.checkpoint.run_record import RunRecord
-from deberta_ds.checkpoint.saved_state import SavedState, rank_file
+from deberta_ds.checkpoint.find import CheckpointError, RunRecord, rank_file
+from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.cluster import dist
-from deberta_ds.engine.layout import Group, Layout, layout_from, replicated
-from deberta_ds.engine.state import Buffer
+from deberta_ds.engine.state import Buffer, Group, Layout, layout_from, replicated
 from deberta_ds.release.native import read_checkpoint
-from deberta_ds.tracking.records import read_metrics
+from deberta_ds.tracking.log import read_metrics
 
+RECORD = RunRecord(**RUN_RECORD | {"step": 5, "config": {}})
 SHAPES = {"a": (7, 3), "b": (5,), "c": (64, 16), "d": (1,)}
 TOTAL = sum(math.prod(shape) for shape in SHAPES.values())
 
@@ -116,10 +115,7 @@ def test_damaged_map_is_one_clear_error(damage):
     {"counters": {"global_steps": 3}}, {"loss_scale": {"dynamic": True, "cur_scale": "x"}},
     {"keys": [1]}, {"scalars": {"step": 3}}])
 def test_damaged_state_is_one_clear_error(tmp_path, damage):
-    whole = asdict(layouts(2)[0]) | {
-        "counters": {"global_steps": 3, "global_samples": 24, "skipped_steps": 0},
-        "keys": [], "loss_scale": {}, "aliases": {}, "scalars": {}, "buffers": {},
-        "without": {}}
+    whole = asdict(layouts(2)[0]) | STATE
     (tmp_path / "layout.json").write_text(json.dumps(whole))
     assert SavedState(tmp_path).counters["global_samples"] == 24
     (tmp_path / "layout.json").write_text(json.dumps(whole | damage))
@@ -238,10 +234,7 @@ def engine_state(monkeypatch):
         ("0.fp32", torch.float32, layout.groups[0].size)])
     monkeypatch.setattr(save, "tensors_of_rank", lambda engine, layout: iter(
         [("0.fp32", weights.view(dist.world_size(), -1)[dist.rank()])]))
-    values = {"keys": [], "scalars": {}, "counters": dict.fromkeys(saved_state.COUNTERS, 0),
-              "loss_scale": {}, "aliases": {}, "buffers": {}, "without": {}}
-    monkeypatch.setattr(save, "describe_engine",
-                        lambda engine, layout: asdict(layout) | values)
+    monkeypatch.setattr(save, "describe_engine", lambda engine, layout: asdict(layout) | STATE)
     return weights
 
 
@@ -254,8 +247,9 @@ def test_no_rank_writes_before_the_remains_of_a_killed_save_are_gone(
     empty = save.empty
     monkeypatch.setattr(save, "empty", lambda path: (time.sleep(0.3), empty(path)))
     engine_state.copy_(torch.arange(24))
-    record = RunRecord(**RUN_RECORD | {"step": 5, "config": {}, "world_size": 3})
-    saved = thread_ranks.run(3, lambda rank: save.save(None, tmp_path, record, 3))
+    record = replace(RECORD, world_size=3)
+    saved = thread_ranks.run(3, lambda rank: save.finish_save(
+        save.begin_save(None, tmp_path, record, 3)))
     assert saved == [path] * 3 and not find.problems_of(path)
     assert SavedState(path).read("w", saved_state.MASTER).tolist() == list(range(24))
 
@@ -295,9 +289,8 @@ def test_a_slow_disk_delays_the_manifest_and_never_training(tmp_path, monkeypatc
         return real_write(*arguments)
 
     monkeypatch.setattr(save, "write_stream", slow_write)
-    record = RunRecord(**RUN_RECORD | {"step": 5, "config": {}})
     began = time.monotonic()
-    one = save.begin_save(None, tmp_path, record, 3, in_background=True)
+    one = save.begin_save(None, tmp_path, RECORD, 3, in_background=True)
     assert time.monotonic() - began < 10 and not one.is_written()
     engine_state.zero_()  # the next step
     assert find.find(tmp_path, "auto").path is None
@@ -337,11 +330,8 @@ def test_save_minutes_saves_between_save_every(tmp_path):
     assert [p.name[-1] for p in find.list_finished(tmp_path / "out")] == ["2", "4"]
 
 
-RECORD = RunRecord(**RUN_RECORD | {"step": 5, "config": {}})
-
-
 def test_the_manifest_is_written_when_all_else_is_on_the_disk(
-        tmp_path, monkeypatch, engine_state):  # noqa: F811
+        tmp_path, monkeypatch, engine_state):
     """fsync of every file, then of the directory, the manifest, and the directory above."""
     path, done, fsync = find.path_of(tmp_path, 5), [], os.fsync
 
@@ -364,7 +354,7 @@ def test_the_manifest_is_written_when_all_else_is_on_the_disk(
 
 
 def test_one_rank_that_cannot_write_is_an_error_on_all(
-        tmp_path, monkeypatch, engine_state):  # noqa: F811
+        tmp_path, monkeypatch, engine_state):
     write = save.write_stream
 
     def fail(path, *arguments):
@@ -376,7 +366,7 @@ def test_one_rank_that_cannot_write_is_an_error_on_all(
 
     def attempt(rank):
         with pytest.raises(CheckpointError, match="rank 1: "):
-            save.save(None, tmp_path, RECORD, 3)
+            save.finish_save(save.begin_save(None, tmp_path, RECORD, 3))
         return True
 
     assert thread_ranks.run(3, attempt) == [True] * 3
@@ -384,7 +374,7 @@ def test_one_rank_that_cannot_write_is_an_error_on_all(
 
 
 def test_an_optimizer_on_nvme_is_written_in_the_foreground(
-        tmp_path, monkeypatch, engine_state):  # noqa: F811
+        tmp_path, monkeypatch, engine_state):
     monkeypatch.setattr(save, "is_on_disk", lambda engine: True)
     one = save.begin_save(None, tmp_path, RECORD, 3, in_background=True)
     assert one.thread is None and one.entries

@@ -30,19 +30,14 @@ def pretend(monkeypatch, **features):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: ZEN5 | features, raising=False)
 
 
-@pytest.mark.parametrize("features", [{"cpu_name": "Intel Xeon"}, {"amx_tile": True},
-                                      {"avx512_vl": False}])
-def test_other_processors_keep_mkl(monkeypatch, features):
+@pytest.mark.parametrize(("features", "before"), [
+    ({"cpu_name": "Intel Xeon"}, "highest"), ({"amx_tile": True}, "highest"),
+    ({"avx512_vl": False}, "highest"), ({}, "high")])
+def test_other_processors_and_a_precision_chosen_before_keep_mkl(monkeypatch, features, before):
     pretend(monkeypatch, **features)
+    torch.set_float32_matmul_precision(before)
     assert not cpu.use_onednn()
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_a_precision_chosen_before_is_left_alone(monkeypatch):
-    pretend(monkeypatch)
-    torch.set_float32_matmul_precision("high")
-    assert not cpu.use_onednn()
-    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
 
 
 def test_a_choice_by_the_newer_names_is_left_alone(monkeypatch):

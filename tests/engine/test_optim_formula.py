@@ -5,6 +5,7 @@ optims/xadam.py: no bias correction, decoupled decay scaled by the learning rate
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -95,61 +96,26 @@ def test_rates_follow_shares_and_wait_until_the_thaw():
 TOTAL, WARMUP, LR = 100, 10, 2.0
 
 
-def rates_of(**settings) -> list[float]:
-    optim = OptimConfig(learning_rate=LR, warmup_steps=WARMUP, **settings)
-    return [learning_rate(optim, step, TOTAL) for step in range(TOTAL)]
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
-def test_warm_up_rises_from_a_tenth_to_the_peak(schedule):
-    found = rates_of(schedule=schedule)
-    assert found[:WARMUP] == pytest.approx([LR * (step + 1) / WARMUP for step in range(WARMUP)])
-    assert found[WARMUP] == LR  # the first step after warm-up is not decayed yet
-    assert max(found) == LR
-
-
-def test_constant_stays():
-    assert set(rates_of(schedule="constant")[WARMUP:]) == {LR}
-
-
 @pytest.mark.parametrize("low", [0.0, 0.25])
-@pytest.mark.parametrize("schedule, share", [
-    ("linear", lambda step: (TOTAL - step) / (TOTAL - WARMUP)),
-    ("cosine", lambda step: (1 + math.cos(math.pi * (step - WARMUP) / 90)) / 2),
+@pytest.mark.parametrize("schedule, decay_share, share", [
+    ("constant", 0.1, lambda step: 1.0),
+    ("linear", 0.1, lambda step: (TOTAL - step) / (TOTAL - WARMUP)),
+    ("cosine", 0.1, lambda step: (1 + math.cos(math.pi * (step - WARMUP) / 90)) / 2),
+    ("wsd", 0.1, lambda step: min(1.0, (TOTAL - step) / 10)),
+    ("wsd", 0.2, lambda step: min(1.0, (TOTAL - step) / 20)),
+    ("wsd", 1.0, lambda step: (TOTAL - step) / TOTAL),
+    # arXiv 2405.18392; at decay_share = 1 it is a branch of a constant trunk.
+    ("wsd_sqrt", 1.0, lambda step: 1 - math.sqrt(step / TOTAL)),
+    # microsoft/DeBERTa optims/lr_schedulers.py: x / warm-up, then 1 - x, in shares of all steps.
     # Not rescaled: it jumps from LR to 0.9 LR where warm-up ends.
-    ("deberta_linear", lambda step: 1 - step / TOTAL)], ids=["linear", "cosine", "official"])
-def test_a_decay_would_reach_its_end_one_step_after_the_last(schedule, share, low):
-    found = rates_of(schedule=schedule, min_learning_rate_share=low)
-    expected = [LR * (low + (1 - low) * share(step)) for step in range(WARMUP, TOTAL)]
-    assert found[WARMUP:] == pytest.approx(expected)
-    assert found[-1] > LR * low
-
-
-@pytest.mark.parametrize("share, low", [(0.1, 0.0), (0.2, 0.1), (1.0, 0.0)])
-def test_wsd_is_stable_and_then_falls_in_its_share_of_all_steps(share, low):
-    found = rates_of(schedule="wsd", decay_share=share, min_learning_rate_share=low)
-    decay = round(share * TOTAL)
-    stable = found[WARMUP:TOTAL - decay + 1]
-    assert set(stable) <= {LR}
-    for step in range(max(WARMUP, TOTAL - decay), TOTAL):
-        assert found[step] == pytest.approx(LR * (low + (1 - low) * (TOTAL - step) / decay))
-
-
-def test_the_official_warm_up_starts_at_zero():
-    """microsoft/DeBERTa optims/lr_schedulers.py: x / warm-up, then 1 - x, in shares of all steps.
-    """
-    found = rates_of(schedule="deberta_linear")
-    assert found[:WARMUP] == pytest.approx([LR * step / WARMUP for step in range(WARMUP)])
-    assert found[0] == 0.0
-
-
-def test_no_warm_up_starts_at_the_peak():
-    for schedule in ("linear", "cosine", "wsd", "constant", "deberta_linear"):
-        assert learning_rate(OptimConfig(learning_rate=LR, schedule=schedule), 0, TOTAL) == LR
-
-
-def test_wsd_sqrt_falls_by_one_minus_the_square_root():
-    """arXiv 2405.18392; at decay_share = 1 it is a branch of a constant trunk."""
-    found = rates_of(schedule="wsd_sqrt", decay_share=1.0)[WARMUP:]
-    wanted = [LR * (1 - math.sqrt(step / TOTAL)) for step in range(WARMUP, TOTAL)]
-    assert found == pytest.approx(wanted)
+    ("deberta_linear", 0.1, lambda step: 1 - step / TOTAL)])
+def test_a_schedule_rises_to_the_peak_and_would_reach_its_end_one_step_after_the_last(
+        schedule, decay_share, share, low):
+    optim = OptimConfig(learning_rate=LR, warmup_steps=WARMUP, schedule=schedule,
+                        decay_share=decay_share, min_learning_rate_share=low)
+    found = [learning_rate(optim, step, TOTAL) for step in range(TOTAL)]
+    first = 0 if schedule == "deberta_linear" else 1
+    assert found[:WARMUP] == pytest.approx([LR * (step + first) / WARMUP for step in range(WARMUP)])
+    assert found[WARMUP:] == pytest.approx(
+        [LR * (low + (1 - low) * share(step)) for step in range(WARMUP, TOTAL)])
+    assert learning_rate(replace(optim, warmup_steps=0), 0, TOTAL) == LR
