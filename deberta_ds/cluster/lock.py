@@ -21,6 +21,7 @@ from deberta_ds.base.errors import UserError, refuse_pipe
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import parse_json, typed
 from deberta_ds.cluster import dist
+from deberta_ds.cluster.signals import started_at
 
 NAME = "run.lock"
 BEAT = "run.beat"
@@ -61,18 +62,6 @@ def machine() -> str:
     """Return what a process id belongs to: this boot of this machine, and the namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-
-
-def started_at(pid: int) -> int | None:
-    """Return when a process of this machine started, in clock ticks since the boot; None if it does
-    not run. Ids are used again, the pair is not.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # names are cut in bytes
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text.rpartition(") ")[2].split()  # the name in front may hold anything
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 @contextmanager

@@ -46,23 +46,22 @@ class Launcher:
     """
 
     def __init__(self):
-        ancestors = [(one, command_line(one.pid)) for one in psutil.Process().parents()]
-        launchers = [index for index, (_, words) in enumerate(ancestors) if is_launcher(words)
+        ancestors = [(one.pid, started_at(one.pid), command_line(one.pid))
+                     for one in psutil.Process().parents()]
+        launchers = [index for index, (*_, words) in enumerate(ancestors) if is_launcher(words)
                      or index == 0 and words[:1] and PurePath(words[0]).name == "timeout"]
         top = launchers[-1] + 1 if launchers else 0
         # pdsh has no process on this host but the ssh session, which has no terminal.
-        above = [index for index, (_, words) in enumerate(ancestors[top:], start=top)
+        above = [index for index, (*_, words) in enumerate(ancestors[top:], start=top)
                  if words[:1] and PurePath(words[0]).name.lstrip("-") not in _SHELLS]
-        if launchers and above and ancestors[above[0]][1][0].endswith("@notty"):
+        if launchers and above and ancestors[above[0]][2][0].endswith("@notty"):
             top = above[0] + 1
         self._watched = ancestors[:top]
 
     def gone(self) -> str:
         """Return the name and pid of a launcher process that has ended, or ""."""
-        for ancestor, words in self._watched:
-            if not _runs(ancestor):
-                return f"{_title(words)}, pid {ancestor.pid}"
-        return ""
+        return next((f"{_title(words)}, pid {pid}" for pid, started, words in self._watched
+                     if started is None or started_at(pid) != started), "")
 
 
 def is_launcher(words: list[str]) -> bool:
@@ -79,12 +78,16 @@ def is_launcher(words: list[str]) -> bool:
     return not _PROGRAMS.isdisjoint(programs)
 
 
-def _runs(process: psutil.Process) -> bool:
-    """Return whether a process still runs, and not another one under its number."""
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() not in (
-            psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False
+def started_at(pid: int) -> int | None:
+    """Return when a process of this machine started, in clock ticks since the boot; None if it does
+    not run. Ids are used again, the pair is not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # names are cut in bytes
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(") ")[2].split()  # the name in front may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def command_line(pid: int) -> list[str]:

@@ -25,54 +25,39 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.
 
 @pytest.mark.parametrize("environ, found", [
     ({"RANK": "3", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, {}), ({}, ALONE),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, {name: ALONE[name] for name in (
+        "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}),
     ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, ALONE),
     (SRUN, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu7",
             "MASTER_PORT": "31234"}),
-    (SRUN | {"MASTER_ADDR": "10.0.0.1"}, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
-                                          "MASTER_PORT": "31234"}),
+    (SRUN | {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "8"},
+     {"RANK": "5", "LOCAL_RANK": "1", "MASTER_PORT": "31234"}),
     (MPIRUN, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": "20001"}),
     (TWO_HOSTS | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
      {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}),
     (TWO_HOSTS, {"LOCAL_RANK": "0"})],  # MPI answers the rest
-    ids=["torchrun and deepspeed", "none", "a batch script without srun", "srun",
-         "srun with an address", "mpirun on one host", "on two", "on two without an address"])
+    ids=["torchrun and deepspeed", "none", "one rank by hand", "a batch script without srun",
+         "srun", "srun with an address", "mpirun on one host", "on two",
+         "on two without an address"])
 def test_what_a_launcher_has_not_said_itself(environ, found):
     assert rank_variables(environ) == found
 
 
-def test_one_rank_by_hand_needs_no_address():
-    found = {"RANK": "0", "WORLD_SIZE": "1"} | rank_variables({"RANK": "0", "WORLD_SIZE": "1"})
-    assert found["MASTER_ADDR"] == "127.0.0.1" and found["LOCAL_RANK"] == "0"
-    check_environment(found)
-
-
-def test_a_rank_that_does_not_fit_is_not_said_to_be_a_launchers():
-    environ = {"RANK": "1", "WORLD_SIZE": "1"}
-    with pytest.raises(UserError, match="RANK = 1 does not fit WORLD_SIZE = 1"):
-        check_environment(environ | rank_variables(environ))
-
-
-def test_a_world_without_a_launcher_is_refused():
-    with pytest.raises(UserError, match="WORLD_SIZE = '4' is set, but RANK is not"):
-        rank_variables({"WORLD_SIZE": "4"})
-
-
-def test_what_is_left_over_and_says_otherwise_is_refused():
-    for environ in (MPIRUN | {"WORLD_SIZE": "4"}, SRUN | {"WORLD_SIZE": "16"}):
-        with pytest.raises(UserError, match="= (4, not 2|16, not 8); it is left over"):
-            rank_variables(environ)
-    assert "WORLD_SIZE" not in rank_variables(SRUN | {"WORLD_SIZE": "8"})
-
-
-@pytest.mark.parametrize("environ, missing", [
-    ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK"),
-    ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NODELIST"),
+@pytest.mark.parametrize("environ, refusal", [
+    ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK = 1 does not fit WORLD_SIZE = 1"),
+    ({"WORLD_SIZE": "4"}, "WORLD_SIZE = '4' is set, but RANK is not"),
+    (MPIRUN | {"WORLD_SIZE": "4"}, "= 4, not 2; it is left over"),
+    (SRUN | {"WORLD_SIZE": "16"}, "= 16, not 8; it is left over"),
+    ({"OMPI_COMM_WORLD_RANK": "0"},
+     "some of its variables, but not OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK"),
+    ({"SLURM_STEP_NUM_TASKS": "2"},
+     "some of its variables, but not SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NODELIST"),
     ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-     "SLURM_STEP_NODELIST")])
-def test_variables_that_are_left_over_are_named(environ, missing):
-    with pytest.raises(UserError, match=f"has set some of its variables, but not {missing}"):
-        rank_variables(environ)
+     "some of its variables, but not SLURM_STEP_NODELIST")])
+def test_what_is_left_over_or_no_launcher_has_set_is_refused(environ, refusal):
+    with pytest.raises(UserError, match=refusal):
+        check_environment(environ | rank_variables(environ))
 
 
 def test_srun_with_a_list_of_hosts(monkeypatch, tmp_path):
