@@ -196,25 +196,22 @@ def find(out_dir: str | Path, resume: str) -> Found:
             path for path in list_finished(out_dir) if os.path.realpath(path) != begun_from
             and _recorded(path, "begun_from") == begun_from])]
     skipped: list[str] = []
+    whole: Path | None = None
     for path in reversed(candidates):
-        problems = problems_of(path)
-        if not problems:
-            said = dist.from_main(lambda path=path: _recorded(path, "begun_from"))
-            return Found(path, warnings_of(skipped), begun_from or said or "")
+        if not (problems := problems_of(path)):
+            whole = path
+            break
         skipped.append(f"{path}: {listed(problems)}")
-    if begun_from:
+    if not whole and begun_from:
         if of_a_run := dist.from_main(lambda: list_finished(place)):
             raise CheckpointError(f"{resume}: is a run; name a checkpoint, such as {of_a_run[-1]}")
         raise CheckpointError(f"{resume}: not a whole checkpoint: {listed(problems)}")
-    if dist.from_main(lambda: list_finished(out_dir)):
+    if not whole and dist.from_main(lambda: list_finished(out_dir)):
         raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(skipped)
                               + "\n  delete them to start from step 0")
-    return Found(None, warnings_of(skipped))
-
-
-def warnings_of(skipped: list[str]) -> tuple[str, ...]:
-    """Return the log's line of each checkpoint that was skipped, with its problem."""
-    return tuple(f"WARNING: checkpoint skipped: {line}" for line in skipped)
+    said = dist.from_main(lambda: whole and _recorded(whole, "begun_from"))
+    return Found(whole, tuple(f"WARNING: checkpoint skipped: {line}" for line in skipped),
+                 begun_from or said or "")
 
 
 def problems_of(path: Path) -> list[str]:

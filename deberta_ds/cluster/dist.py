@@ -179,8 +179,7 @@ def attended(function, look):
 
 
 def on_main(function) -> None:
-    """Call `function` on rank 0; if the user's doing stops it, raise that UserError on every rank.
-    """
+    """Call `function` on rank 0; a UserError of it is raised on every rank, as by `together`."""
     together(lambda: function() if is_main() else None)
 
 
@@ -203,9 +202,7 @@ def has_gloo_threads() -> bool:
 
 
 def check_alike(values: dict[str, Any]) -> None:
-    """Raise ConfigError on every rank, with the differences, unless all ranks have `values`, which
-    may lie in tables.
-    """
+    """Raise ConfigError with the differences, on every rank, unless all have the same `values`."""
     text = json.dumps(values, sort_keys=True, default=str)
     if len(set(gather_objects(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return

@@ -90,8 +90,7 @@ def held(out_dir: str | Path) -> Iterator[None]:
 
 
 def _count(path: Path, job: str, ended: threading.Event) -> None:
-    """Show that `job` lives. Written in place: NFS shows a file that is renamed over another late.
-    """
+    """Show that `job` lives; in place, as NFS shows a file that is renamed over another late."""
     number = 0
     while not ended.is_set():
         number += 1

@@ -156,9 +156,7 @@ class Corpus:
             raise self._bad_row(number, int(bad.argmax()))
 
     def row(self, index: int) -> list[np.ndarray]:
-        """Return the segments of row `index`: ids without special tokens, in order; UserError as of
-        `stored_row`.
-        """
+        """Return the ids of row `index` by segment, no special ones; UserError as `stored_row`."""
         segments = self.stored_row(index)
         size = self.manifest.vocab_size
         return [segment % size for segment in segments] if self.manifest.words else segments
@@ -316,8 +314,7 @@ class OpenFile:
 
 
 def read_bytes(path: str, offset: int, count: int) -> bytes:
-    """Return `count` bytes of the file from `offset`; UserError if it has fewer or cannot be read.
-    """
+    """Return `count` bytes of a file from `offset`; UserError if it has fewer or is unreadable."""
     try:
         file = _open(path)
         data = os.pread(file.descriptor, count, offset)

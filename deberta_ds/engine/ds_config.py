@@ -248,8 +248,7 @@ def resolve(run: RunConfig, values: dict, world_size: int) -> dict:
 
 def complete(values: dict, *, rows: int, micro_rows: int, accumulation: int, clip_norm: float
              ) -> dict:
-    """Return the complete dict of a step of `rows`, of `accumulation` micro-batches on each rank.
-    """
+    """Return the complete dict of a step of `rows`: `accumulation` micro-batches on each rank."""
     own: dict[str, Any] = {}
     zero = values.get("zero_optimization", {})
     if rows == micro_rows * accumulation and zero.get("stage"):

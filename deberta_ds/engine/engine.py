@@ -334,11 +334,9 @@ def check_machine(values: dict, place: str) -> list[str]:
 
 
 def check_engine(engine) -> None:
-    """Raise UserError if the engine lacks a part that the code relies on, or if its state could not
-    be saved and loaded.
-    """
-    kind, is_plain = type(engine.optimizer).__name__, isinstance(engine.optimizer,
-                                                                 torch.optim.Optimizer)
+    """Raise UserError if the engine lacks what is used, or its state could not be saved."""
+    kind = type(engine.optimizer).__name__
+    is_plain = isinstance(engine.optimizer, torch.optim.Optimizer)
     if not is_plain and kind not in OPTIMIZER_PARTS:
         raise CheckpointError(f"the DeepSpeed config leads to {kind}, whose state could not be "
                               "saved and loaded; use plain ZeRO-0, 1, 2 or 3 "

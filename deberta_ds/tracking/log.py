@@ -113,8 +113,7 @@ class RunLog:
     def __init__(self, out_dir: str | Path, is_main: bool, *, metrics: Sequence = (),
                  total_steps: int | None = None, stream: TextIO | None = None,
                  track: Sequence[trackers.Open] = (trackers.tensorboard,)) -> None:
-        """`metrics` are objectives.base.Metric; each of `track` gets every record that has numbers.
-        """
+        """`metrics` are objectives.base.Metric; `track` gets every record that has numbers."""
         self.path = Path(out_dir) / METRICS_FILE
         self.problem = ""
         self._is_main = is_main
@@ -139,8 +138,7 @@ class RunLog:
             self._lines_until_header = 0
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """Append one record to metrics.jsonl and show it; a non-finite number is written as null.
-        """
+        """Append one record to metrics.jsonl and show it; what is not `finite` becomes null."""
         if not self._is_main:
             return
         with self._writing():
@@ -280,10 +278,7 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def truncate_records(path: Path, step: int) -> None:
-    """Cut what comes after `step`: train and eval records, and a half-written last line.
-
-    Event records stay.
-    """
+    """Cut train and eval records after `step`, and a half-written last line; events stay."""
     kept = []
     for number, line in enumerate(_whole_lines(path), start=1):
         record = parse(path, number, line)
@@ -293,10 +288,7 @@ def truncate_records(path: Path, step: int) -> None:
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with null for what is not finite, or is too large to be added up.
-
-    The perplexity of a run that diverges is.
-    """
+    """Return the record with null for what is not finite, or is too large to be added up."""
     return {key: None if isinstance(value, float) and not abs(value) < _LARGEST else value
             for key, value in record.items()}
 

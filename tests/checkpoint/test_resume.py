@@ -59,8 +59,7 @@ def at_random(out, _ranks) -> bool:
 
 
 def while_saving(out, ranks) -> bool:
-    """Return whether a save goes on behind a finished one; rank 0, which would end it, is frozen.
-    """
+    """Return whether a save goes on behind a finished one; rank 0, which would end it, sleeps."""
     def is_unfinished() -> bool:
         return bool(done := list_finished(out)) and list_steps(out)[-1] != done[-1]
 
