@@ -120,23 +120,13 @@ def is_held(out_dir: str | Path) -> bool:
 
 
 def release(out_dir: str | Path) -> None:
-    """Delete the lock, if it is this process's."""
+    """Delete the lock, if it is this process's or what a dead job of this machine has left."""
     with suppress(UserError, OSError):
         holder = _read(Path(out_dir, NAME))
-        if holder and holder.job == this_process().job:
-            _delete(out_dir)
-
-
-def _delete(out_dir: str | Path) -> None:
-    for name in (BEAT, NAME):
-        Path(out_dir, name).unlink(missing_ok=True)
-
-
-def forget(out_dir: str | Path) -> None:
-    """Delete what a dead job of this machine has left of its lock; the first rank alone."""
-    with suppress(UserError, OSError):
-        if not is_held(out_dir):
-            _delete(out_dir)
+        is_mine = holder is not None and holder.job == this_process().job
+        if is_mine or not is_held(out_dir):
+            for name in (BEAT, NAME):
+                Path(out_dir, name).unlink(missing_ok=True)
 
 
 def take(path: Path, mine: Holder) -> None:

@@ -32,9 +32,8 @@ class Gpu:
 
     def peak(self, precision: str) -> float | None:
         """Return the peak for "bf16", "fp16" or "fp32"; None for a card without bf16."""
-        if precision == "fp16" and "fp16" not in self.peaks:
-            return self.peaks["bf16"]  # equally fast
-        return self.peaks.get(precision)
+        other = self.peaks.get("bf16") if precision == "fp16" else None  # equally fast
+        return self.peaks.get(precision, other)
 
 
 _HOPPER = {"bf16": 989e12, "fp32": 67e12}

@@ -62,7 +62,7 @@ def run(job: Job) -> dict:
                     "again, and keep it")
         if dist.is_main():
             shutil.rmtree(job.out / RESUME, ignore_errors=True)  # killed when it had just ended
-            lock.forget(job.out)
+            lock.release(job.out)
         return found
     with lock.held(job.out):
         trained = train(job)
