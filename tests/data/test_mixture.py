@@ -1,4 +1,4 @@
-"""Rows and their order: packing loses no token; mixtures have exact shares and golden orders."""
+"""Rows and their order: packing loses no token; mixtures have exact shares; orders are one to one."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.splitmix import Permutation, mix64
 from deberta_ds.data.mixture import build_mixture, temperature_weights
 from deberta_ds.data.shards import FRAME_TOKENS, best_fit, plan_rows
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "mixture.json"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @settings(max_examples=40, deadline=None)
@@ -41,17 +42,9 @@ def test_shares_are_exact_over_a_long_run(weights):
         assert abs(count - 100_000 * weight / total) < 5  # and at any moment within a few rows
 
 
-def test_a_thousand_sources_are_spread_evenly():
-    weights = np.random.default_rng(0).uniform(0.1, 1, 1000)
-    mixture = build_mixture(weights.tolist())
-    expected = 20_000 * weights / weights.sum()
-    found = np.bincount([mixture.locate(row)[0] for row in range(20_000)], minlength=1000)
-    assert abs(found - expected).max() < 5
-
-
 def test_orders_are_golden():
     """The order of the sources is part of the checkpoint format."""
-    for case in json.loads(GOLDEN.read_text()):
+    for case in json.loads((GOLDEN / "mixture.json").read_text()):
         mixture = build_mixture(case["weights"])
         assert [list(mixture.locate(row)) for row in case["rows"]] == case["located"]
 
@@ -153,3 +146,59 @@ def test_an_empty_shard_has_no_rows():
     empty = np.zeros(0, dtype=np.int64)
     plan = plan_rows(empty, empty.astype(np.uint16), WORD_STARTS, 32)
     assert len(plan.segments) == 0 and plan.starts.tolist() == [0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.tuples(st.integers(0, 2**63), st.integers(0, 99)))
+def test_an_order_is_a_bijection(n, key):
+    permutation = Permutation(n, key)
+    assert sorted(permutation[i] for i in range(n)) == list(range(n))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 2**62), st.lists(st.integers(0, 2**62), min_size=2, max_size=20, unique=True))
+def test_an_order_stays_in_range_and_is_injective_for_any_size(n, indices):
+    permutation = Permutation(n, (1, 2))
+    inside = {index % n for index in indices}
+    images = {permutation[index] for index in inside}
+    assert len(images) == len(inside) and all(0 <= image < n for image in images)
+
+
+def test_order_is_the_golden_one():
+    for case in json.loads((GOLDEN / "permutation.json").read_text()):
+        permutation = Permutation(case["n"], tuple(case["key"]))
+        assert [permutation[i] for i in case["indices"]] == case["images"], case["n"]
+
+
+def test_an_order_looks_uniform():
+    n, bins = 40_000, 20
+    image = np.array([Permutation(n, (5,))[i] for i in range(n // 4)])
+    observed = np.bincount(image * bins // n, minlength=bins)
+    expected = len(image) / bins
+    # Sampling without replacement: chi-squared per degree of freedom is about 1 - 1/4.
+    assert ((observed - expected) ** 2 / expected).sum() / (bins - 1) < 2.0
+    assert np.mean(np.abs(np.diff(image)) == 1) < 0.001
+
+
+def test_keys_give_unrelated_orders():
+    n = 1000
+    keys = ((1, 0), (1, 1), (2, 0), (0, 1))
+    orders = [[Permutation(n, key)[i] for i in range(n)] for key in keys]
+    for a in range(4):
+        for b in range(a):
+            agree = sum(x == y for x, y in zip(orders[a], orders[b], strict=True))
+            assert agree < 10
+
+
+def test_refuses_indices_outside():
+    with pytest.raises(IndexError):
+        Permutation(10, (0,))[10]
+    with pytest.raises(ValueError):
+        Permutation(0, (0,))
+
+
+def test_mix64_is_splitmix64():
+    # First outputs of the reference SplitMix64 generator seeded with 0.
+    gamma, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    outputs = [mix64((gamma * i) & mask) for i in range(3)]
+    assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
