@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from functools import partial
@@ -276,37 +276,32 @@ def gathered(parameters: list[nn.Parameter]):
 
 
 # Parts of DeepSpeed 0.19 that the code uses and that are documented nowhere, by who has them.
-MODULE_PARTS = ("zero.Init", "zero.GatheredParameters", "initialize", "init_distributed",
-                "get_accelerator")
+MODULE_PARTS = """
+    zero.Init zero.GatheredParameters initialize init_distributed get_accelerator""".split()
 CPU_PARTS = ("ops.__compatible_ops__",)  # made when it is asked for, by running compilers
-ENGINE_PARTS = ("module", "optimizer", "device", "backward", "step", "zero_grad", "micro_steps",
-                "skipped_steps", "global_steps", "global_samples", "fp16_enabled",
-                "dynamic_loss_scale", "set_train_batch_size", "train_micro_batch_size_per_gpu",
-                "set_gradient_accumulation_boundary", "get_global_grad_norm",
-                "allreduce_gradients", "coalesce_grad_reduction",
-                "zero_optimization_stage",
-                "zero_nvme_offload_optimizer", "dp_world_size", "gradient_clipping",
-                "clip_fp32_gradients")
-_WRAPPER = ("param_groups", "overflow", "optimizer.state")
-_ZERO = (*_WRAPPER, "loss_scaler", "unscale_and_clip_grads", "get_grad_norm_direct",
-         "complete_grad_norm_calculation_for_cpu_offload")
+ENGINE_PARTS = """
+    module optimizer device backward step zero_grad micro_steps skipped_steps global_steps
+    global_samples fp16_enabled dynamic_loss_scale set_train_batch_size
+    train_micro_batch_size_per_gpu set_gradient_accumulation_boundary get_global_grad_norm
+    allreduce_gradients coalesce_grad_reduction zero_optimization_stage
+    zero_nvme_offload_optimizer dp_world_size gradient_clipping clip_fp32_gradients""".split()
+_WRAPPER = "param_groups overflow optimizer.state"
+_ZERO = f"""{_WRAPPER} loss_scaler unscale_and_clip_grads get_grad_norm_direct
+    complete_grad_norm_calculation_for_cpu_offload"""
 OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; engine/state.py reads and writes their state
-    "BF16_Optimizer": (*_WRAPPER, "bf16_groups", "fp32_groups_flat_partition",
-                       "fp32_groups_gradients", "clip_grad", "step", "update_lp_params"),
-    "DeepSpeedZeroOptimizer": (
-        *_ZERO, "round_robin_bit16_groups", "round_robin_bit16_offsets",
-        "single_partition_of_fp32_groups", "params_in_partition", "update_lp_params",
-        "averaged_gradients", "has_overflow_partitioned_grads_serial", "cpu_offload", "dtype",
-        "gradient_accumulation_dtype", "reduce_bucket_size", "reduce_ipg_grads",
-        "reduce_independent_p_g_buckets_and_remove_grads"),
-    "DeepSpeedZeroOptimizer_Stage3": (
-        *_ZERO, "fp16_groups", "fp32_partitioned_groups_flat", "swap_optimizer",
-        "sub_group_to_group_id",
-        "checkpoint_event_prologue", "checkpoint_event_epilogue", "_swappable_optimizer_subgroup",
-        "_get_param_partition_rank", "_reassign_or_swap_out_partitioned_parameters",
-        "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
-}
-ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "partition_numel")
+    "BF16_Optimizer": f"""{_WRAPPER} bf16_groups fp32_groups_flat_partition fp32_groups_gradients
+        clip_grad step update_lp_params""".split(),
+    "DeepSpeedZeroOptimizer": f"""{_ZERO} round_robin_bit16_groups round_robin_bit16_offsets
+        single_partition_of_fp32_groups params_in_partition update_lp_params averaged_gradients
+        has_overflow_partitioned_grads_serial cpu_offload dtype gradient_accumulation_dtype
+        reduce_bucket_size reduce_ipg_grads
+        reduce_independent_p_g_buckets_and_remove_grads""".split(),
+    "DeepSpeedZeroOptimizer_Stage3": f"""{_ZERO} fp16_groups fp32_partitioned_groups_flat
+        swap_optimizer sub_group_to_group_id checkpoint_event_prologue checkpoint_event_epilogue
+        _swappable_optimizer_subgroup _get_param_partition_rank
+        _reassign_or_swap_out_partitioned_parameters _optimizer_states_and_gradient_swap_in
+        _optimizer_states_and_gradient_swap_out""".split()}
+ZERO3_PARAMETER_PARTS = "ds_id ds_shape ds_numel ds_tensor partition_numel".split()
 
 
 def check_machine(values: dict, place: str) -> list[str]:
@@ -343,7 +338,7 @@ def check_engine(engine) -> None:
                               "(docs/explanation/reliability.md)")
     check_parts("engine", engine, ENGINE_PARTS)
     check_parts("optimizer", engine.optimizer,
-                ("param_groups", "state") if is_plain else OPTIMIZER_PARTS[kind])
+                ["param_groups", "state"] if is_plain else OPTIMIZER_PARTS[kind])
     if engine.dp_world_size != dist.world_size():
         raise CheckpointError(
             f"the DeepSpeed config splits {dist.world_size()} ranks into groups (tensor or "
@@ -353,7 +348,7 @@ def check_engine(engine) -> None:
         check_parts("parameter", parameter, ZERO3_PARAMETER_PARTS)
 
 
-def check_parts(owner: str, thing, names: tuple[str, ...]) -> None:
+def check_parts(owner: str, thing, names: Sequence[str]) -> None:
     """Raise ConfigError, the same on every rank, if `thing` lacks one of the dotted `names`."""
     missing = []
     for name in names:

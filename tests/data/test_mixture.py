@@ -1,4 +1,4 @@
-"""Rows and their order: packing loses no token; mixtures have exact shares; orders are one to one."""
+"""Rows and their order: no token is lost, mixtures have exact shares, orders are one to one."""
 
 import json
 from pathlib import Path
