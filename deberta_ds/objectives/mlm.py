@@ -49,12 +49,8 @@ class MlmModel(nn.Module):
         """Return (sum of losses / normalizers["targets"], sums over this batch, {})."""
         loss_sum, num_correct, _ = self.masked_lm(self.words, batch, valid_vocab=self.valid_vocab)
         sums = {"masked_loss": loss_sum, "masked_correct": num_correct}
-        detached = {name: value.detach() for name, value in sums.items()}
-        return _loss(sums, normalizers), detached, {}
-
-
-def _loss(sums: dict, normalizers: dict):
-    return sums["masked_loss"] / normalizers["targets"]
+        loss = loss_sum / normalizers["targets"]
+        return loss, {name: value.detach() for name, value in sums.items()}, {}
 
 
 def build(run: RunConfig, valid_vocab: int | None) -> MlmModel:
@@ -70,7 +66,7 @@ def flops_per_token(run: RunConfig) -> float:
 
 
 def means(run: RunConfig, total: Numbers) -> Numbers:
-    loss = _loss(total, total)
+    loss = total["masked_loss"] / total["targets"]
     return {"loss": loss, "masked_loss": loss}
 
 

@@ -116,11 +116,9 @@ class RtdModel(nn.Module):
         original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
         replaced_BL, real_BL = input_ids_BL != original_BL, batch.segments > 0
         logits_BL = self.discriminator(self.words, input_ids_BL, batch)
-        sums = {"generator_loss": generator_sum, "generator_correct": num_correct,
-                **detection_sums(logits_BL, replaced_BL, real_BL)}
+        detected, per_token = detection(logits_BL, replaced_BL, real_BL, self.training)
+        sums = {"generator_loss": generator_sum, "generator_correct": num_correct, **detected}
         loss = _loss(sums, normalizers, self.objective.rtd_weight)
-        # Selecting the real tokens would make a training step wait for the device.
-        per_token = {} if self.training else detection_per_token(logits_BL, replaced_BL, real_BL)
         return loss, {name: value.detach() for name, value in sums.items()}, per_token
 
     def _temperature(self, batch) -> Tensor | float:
@@ -130,11 +128,6 @@ class RtdModel(nn.Module):
         if self.objective.final_temperature is None or isinstance(temperature, Tensor):
             return temperature
         return torch.full((), temperature, dtype=torch.float64, device=batch.rows.device)
-
-
-def detection_per_token(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:
-    """Return the per-token tensors that `detection_scores` reads, of the real tokens."""
-    return {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
 
 
 def replace_targets(words: TokenEmbedding, generator: MaskedLm, batch, *, seed: int,
@@ -155,13 +148,19 @@ def replace_targets(words: TokenEmbedding, generator: MaskedLm, batch, *, seed: 
     return generator_sum, num_correct, ids_BX[:, :length]
 
 
-def detection_sums(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:
-    """Return sums over the real tokens: loss, correct answers, replaced tokens."""
+def detection(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor, training: bool
+              ) -> tuple[Tensors, Tensors]:
+    """Return sums over the real tokens (loss, correct answers, replaced tokens), and in evaluation
+    the tensors of the real tokens that `detection_scores` reads.
+    """
     losses_BL = F.binary_cross_entropy_with_logits(
         logits_BL, replaced_BL.float(), reduction="none")
-    return {"discriminator_loss": (losses_BL * real_BL).sum(),
+    sums = {"discriminator_loss": (losses_BL * real_BL).sum(),
             "discriminator_correct": (((logits_BL > 0) == replaced_BL) & real_BL).sum(),
             "replaced": replaced_BL.sum()}
+    if training:  # which would wait for the device
+        return sums, {}
+    return sums, {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
 
 
 def _loss(sums: dict, normalizers: dict, rtd_weight: float):

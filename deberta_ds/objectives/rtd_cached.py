@@ -12,17 +12,14 @@ from torch import Tensor, nn
 
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.model import flops
-from deberta_ds.objectives import base, rtd
+from deberta_ds.objectives import base, mlm, rtd
 from deberta_ds.objectives.base import Metric, Numbers, Tensors
 
 METRICS: tuple[Metric, ...] = rtd.DETECTION_METRICS
 HEADS = {"main": "rtd_head."}
 MASK_DEFAULTS = rtd.MASK_DEFAULTS
-sentence_scores = rtd.sentence_scores
-
-
-def encoders(run: RunConfig) -> dict[str, ModelConfig]:
-    return {"main": run.model}
+encoders, clip_groups = mlm.encoders, mlm.clip_groups
+scores, sentence_scores, headline = rtd.detection_scores, rtd.sentence_scores, rtd.headline
 
 
 def problems(run: RunConfig) -> list[str]:
@@ -50,10 +47,7 @@ class CachedRtdModel(nn.Module):
         """
         replaced_BL, real_BL = batch.labels >= 0, batch.segments > 0
         logits_BL = self.discriminator(None, batch.input_ids, batch)
-        sums = rtd.detection_sums(logits_BL, replaced_BL, real_BL)
-        per_token = {}
-        if not self.training:
-            per_token = rtd.detection_per_token(logits_BL, replaced_BL, real_BL)
+        sums, per_token = rtd.detection(logits_BL, replaced_BL, real_BL, self.training)
         return _loss(sums, normalizers, self.rtd_weight), {
             name: value.detach() for name, value in sums.items()}, per_token
 
@@ -66,24 +60,12 @@ def build(run: RunConfig, valid_vocab: int | None) -> CachedRtdModel:
     return CachedRtdModel(run.model, run.objective.rtd_weight)
 
 
-def clip_groups(run: RunConfig) -> tuple[str, ...]:
-    return ()
-
-
 def flops_per_token(run: RunConfig) -> float:
     return 3 * flops.detector(run.model, run.data.seq_len)
 
 
 def means(run: RunConfig, total: Numbers) -> Numbers:
     return {"loss": _loss(total, total, run.objective.rtd_weight)} | rtd.detection_means(total)
-
-
-def scores(total: Numbers, per_token: Tensors) -> Numbers:
-    return rtd.detection_scores(total, per_token)
-
-
-def headline(scores: Numbers) -> str:
-    return rtd.headline(scores)
 
 
 def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:

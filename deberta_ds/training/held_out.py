@@ -229,7 +229,7 @@ def score_rows(judge: LoadedModel, writer: LoadedModel, rows: dict[str, list[Row
         replaced_BL, real_BL = ids_BL != original_BL, batch.segments > 0
         logits_BL = judge.replaced_token_head(
             judge.backbone(ids_BL, batch.segments, batch.positions), batch.positions)
-        parts[name].add(batch, {"generator_loss": loss_sum, "generator_correct": correct,
-                                **rtd.detection_sums(logits_BL, replaced_BL, real_BL)},
-                        rtd.detection_per_token(logits_BL, replaced_BL, real_BL))
+        sums, per_token = rtd.detection(logits_BL, replaced_BL, real_BL, training=False)
+        parts[name].add(
+            batch, {"generator_loss": loss_sum, "generator_correct": correct, **sums}, per_token)
     return _scores(rtd, [{name: part.as_arrays() for name, part in parts.items()}], rows, ())

@@ -127,9 +127,9 @@ def test_no_unused_id_is_sampled_in_training(rows):
 def test_padding_counts_for_nothing(rows, monkeypatch):
     batch, counted = collate(rows), []
     batch.segments[:, -20:] = 0
-    sums = rtd.detection_sums
-    monkeypatch.setattr(rtd, "detection_sums",
-                        lambda *tensors: counted.append(tensors[2]) or sums(*tensors))
+    detection = rtd.detection
+    monkeypatch.setattr(rtd, "detection",
+                        lambda *given: counted.append(given[2]) or detection(*given))
     model_of("gdes")(batch, {"targets": torch.tensor(9.0), "tokens": torch.tensor(9.0)})
     assert torch.equal(counted[0], batch.segments != 0) and not counted[0][:, -20:].any()
 
@@ -263,7 +263,7 @@ def test_padding_is_in_no_sum_of_a_discriminator():
     logits = torch.tensor([[2.0, -1.0, 3.0, 0.0, 5.0]])
     replaced = torch.tensor([[True, False, False, False, False]])
     real = torch.tensor([[True, True, True, True, False]])
-    sums = rtd.detection_sums(logits, replaced, real)
+    sums, _ = rtd.detection(logits, replaced, real, training=True)
     wanted = torch.nn.functional.softplus(torch.tensor([-2.0, -1.0, 3.0, 0.0])).sum()
     assert sums["discriminator_loss"].item() == pytest.approx(wanted.item())
     assert (sums["discriminator_correct"].item(), sums["replaced"].item()) == (3, 1)
