@@ -16,7 +16,7 @@ from deberta_ds.base import user_code
 from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.muon import Muon
-from deberta_ds.model.parts import layer_shares
+from deberta_ds.model.backbone import layer_shares
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, waiting: Collection[str] = (),

@@ -1,5 +1,13 @@
-"""The model that is fine-tuned and exported, token embedding and encoder; first values and number
-of parameters of any model.
+"""The model that is fine-tuned and exported, token embedding and encoder; and of any model the
+parameters: first values, number, and parts by name, which `train.freeze` and `optim.layer_decay`
+speak of.
+
+    embeddings    token embeddings (generator's table and delta), positions, the input's norm
+    encoder       relative (the relative table and its norm), convolution and layers
+    layers        every layer; layers.3: one; layers.0-5: six
+    head          the rest
+A network's name is a part too, alone or in front of one: generator, discriminator.layers.0-5. A
+table that two networks share belongs to neither.
 
 Source of the first values: microsoft/DeBERTa init_weights: N(0, init_std) for matrices and tables,
 zero biases, unit norms; a discriminator's delta table starts at zero (GDES: it begins with the
@@ -7,8 +15,10 @@ generator's words). The convolution follows the same rule (as transformers does;
 leaves it at PyTorch's default).
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +28,10 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import Trunk
 
+_RANGE = re.compile(r"((?:\w+\.)?layers\.)(\d{1,3})-(\d{1,3})")
+_PARTS = {"words": "embeddings", "positions": "embeddings", "trunk": "embeddings",
+          "relative": "relative", "relative_norm": "relative", "convolution": "convolution",
+          "layers": "layers"}
 ZERO_INIT = "starts_at_zero"  # attribute that marks a parameter whose first value is zero
 
 
@@ -75,3 +89,64 @@ def on_meta(build, *args) -> nn.Module:
     """Return `build(*args)` without memory, for counting."""
     with torch.device("meta"), _NoInit():
         return build(*args)
+
+
+class Place(NamedTuple):
+    """Where a parameter lies; `network` is "" for a shared table, `layer` -1 outside of layers."""
+
+    network: str
+    part: str
+    layer: int = -1
+
+
+def places(names: Iterable[str]) -> dict[str, Place]:
+    """Return where each of a model's parameters lies, by its name."""
+    found = {name: _place(name) for name in names}
+    networks = {place.network for place in found.values() if place.layer >= 0}
+    owners = [network for network in networks if f"{network}.words.weight" not in found]
+    return {name: place._replace(network=owners[0]) if not place.network and len(owners) == 1
+            else place for name, place in found.items()}
+
+
+def _place(name: str) -> Place:
+    network, _, rest = ("", "", name) if name.startswith("words.") else name.partition(".")
+    first, _, inside = rest.removeprefix("trunk.encoder.").partition(".")
+    return Place(network, _PARTS.get(first, "head"),
+                 int(inside.partition(".")[0]) if first == "layers" else -1)
+
+
+def parts_of(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return {part: its parameters} of a model, every part that can be named but ranges."""
+    found: dict[str, set[str]] = {}
+    for name, place in places(names).items():
+        labels = [place.part, *["encoder"] * (place.part in ("relative", "convolution", "layers")),
+                  *[f"layers.{place.layer}"] * (place.layer >= 0)]
+        if place.network:
+            labels += [place.network, *(f"{place.network}.{label}" for label in labels)]
+        for label in labels:
+            found.setdefault(label, set()).add(name)
+    return found
+
+
+def parameters_in(parts: dict[str, set[str]], label: str) -> set[str]:
+    """Return the parameters of a part or a range of layers; none if it is not all there."""
+    layers = _RANGE.fullmatch(label)
+    labels = [label] if not layers else [
+        f"{layers[1]}{number}" for number in range(int(layers[2]), int(layers[3]) + 1)]
+    is_whole = all(one in parts for one in labels)
+    return {name for one in labels for name in parts[one]} if is_whole else set()
+
+
+def layer_shares(names: Collection[str], decay: float) -> dict[str, float]:
+    """Return {parameter: its learning rate as a share}: lower layers move less (ELECTRA, 3.1).
+
+    A head 1, the top layer `decay`, each layer below that times `decay`, and what lies below the
+    first layer (tables, their norms) once more.
+    """
+    found = places(names)
+    depths = {"": 0}
+    for place in found.values():
+        for network in ("", place.network):
+            depths[network] = max(depths.get(network, 0), place.layer + 1)
+    return {name: 1.0 if place.part == "head" else decay ** (depths[place.network] - place.layer)
+            for name, place in found.items()}

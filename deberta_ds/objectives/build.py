@@ -8,9 +8,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.user_code import is_own, load, short_name
 from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.model.backbone import on_meta
+from deberta_ds.model.backbone import on_meta, parameters_in, parts_of
 from deberta_ds.model.encoder import Encoder
-from deberta_ds.model.parts import parameters_in, parts_of
 from deberta_ds.objectives import mlm, rtd, rtd_cached
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
 

@@ -17,8 +17,7 @@ from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.engine.optim import learning_rate, thaw_factor
-from deberta_ds.model.backbone import init_parameters
-from deberta_ds.model.parts import layer_shares
+from deberta_ds.model.backbone import init_parameters, layer_shares
 from deberta_ds.objectives.build import build_model, freeze_problems, held_parameters
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import best, journal, loop
