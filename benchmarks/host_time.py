@@ -77,16 +77,10 @@ class Nothing:
 def triton_kernels() -> list[tuple[object, str]]:
     """Return (module, name) of each."""
     from deberta_ds.model.kernels import fused_cross_entropy, fused_norm
-    from deberta_ds.model.kernels.attention import (
-        backward,
-        blocks,
-        forward,
-        gathered,
-        position_bias,
-    )
+    from deberta_ds.model.kernels.attention import backward, blocks, forward, position_bias
 
     return [(module, name) for module in (
-        backward, blocks, forward, gathered, position_bias, fused_norm, fused_cross_entropy)
+        backward, blocks, forward, position_bias, fused_norm, fused_cross_entropy)
         for name in vars(module) if name.endswith("_kernel")]
 
 
@@ -97,7 +91,7 @@ def kernels_that_do_nothing():
     from deberta_ds.model.kernels.attention import ops
 
     def pick(idea, _request, mode="auto"):
-        return next(choose.Choice(one, "") for one in choose.KERNELS
+        return next((one, "") for one in choose.KERNELS
                     if one.idea == idea and mode in ("auto", one.name))
 
     def new_zeros(tensor, *shape, **options):

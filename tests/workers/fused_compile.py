@@ -25,7 +25,6 @@ from deberta_ds.model.kernels.attention import (
     backward,
     blocks,
     forward,
-    gathered,
     position_bias,
     tiles,
 )
@@ -36,8 +35,8 @@ FLASH = {"forward": forward.forward_kernel, "query": backward.query_kernel,
          "key": backward.key_kernel}
 PRODUCTS = {"bias": position_bias.bias_kernel, "rows": position_bias.row_gradient_kernel,
             "content": backward.content_kernel, "table": position_bias.table_gradient_kernel,
-            "columns": gathered.columns_kernel, "skew": gathered.skew_kernel,
-            "spread": gathered.spread_kernel}
+            "columns": position_bias.columns_kernel, "skew": position_bias.skew_kernel,
+            "spread": position_bias.spread_kernel}
 KERNELS = FLASH | PRODUCTS
 FLOAT_POINTERS = {"LSE", "ROW_DOT", "C2P_EDGES", "P2C_EDGES", "D_C2P_EDGES", "D_P2C_EDGES"}
 FLOAT_POINTERS |= {"D_TABLE"}

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from deberta_ds.model.kernels.attention.blocks import (
     GROUP,
+    VARIES,
     band_edges,
     bias_shape,
     column_range,
@@ -28,7 +29,6 @@ from deberta_ds.model.kernels.attention.blocks import (
     vector_places,
     words_of,
 )
-from deberta_ds.model.kernels.attention.forward import VARIES
 from deberta_ds.model.kernels.attention.position_bias import row_vectors, vectors
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -22,6 +22,7 @@ from deberta_ds.model.attention.dropout import (
 )
 from deberta_ds.model.attention.geometry import GROUP_COLUMNS
 
+VARIES = ["N", "NQ", "NK", "H", "SPAN", "B"]  # one binary, which the check has run
 GROUP = tl.constexpr(GROUP_COLUMNS)
 _GAMMA = tl.constexpr(GAMMA)
 _MULTIPLIER_1 = tl.constexpr(MULTIPLIERS[0])

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from deberta_ds.model.kernels.attention.blocks import (
     GROUP,
+    VARIES,
     band_edges,
     bias_shape,
     column_range,
@@ -30,8 +31,6 @@ from deberta_ds.model.kernels.attention.blocks import (
     vector_places,
     words_of,
 )
-
-VARIES = ["NQ", "NK", "H", "SPAN"]  # one binary, which the self-check has run
 
 
 @triton.jit

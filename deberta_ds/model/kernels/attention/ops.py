@@ -10,13 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from deberta_ds.model.attention.dropout import DIGITS, WORD_KEYS, drop_threshold
 from deberta_ds.model.attention.geometry import GROUP_COLUMNS, Band, make_band, padded
-from deberta_ds.model.kernels.attention import (
-    backward,
-    blocks,
-    forward,
-    gathered,
-    position_bias,
-)
+from deberta_ds.model.kernels.attention import backward, blocks, forward, position_bias
 from deberta_ds.model.kernels.attention.blocks import Bounds, Term, Vectors
 from deberta_ds.model.kernels.attention.tiles import (
     COLUMN_TILES,
@@ -253,7 +247,7 @@ def gathered_bias(k: Tensor, p2c_table: Tensor | None, query_facts: Tensor, key_
     term = _term(k, p2c_table, key_facts[1:3], band, scale)
     bias = _empty_bias(k, p2c_table, query_facts)
     tile = COLUMN_TILES["columns"]
-    gathered.columns_kernel[(bias.shape[2] // tile.block_m, batch * heads)](
+    position_bias.columns_kernel[(bias.shape[2] // tile.block_m, batch * heads)](
         term, bias, *query_facts[:2], key_facts[0], query_facts.shape[2], keys, heads, band.span,
         HAS_BIAS=p2c_table is not None, FAR=band.far, BR=tile.block_m, BC=tile.block_n)
     return bias
@@ -273,7 +267,7 @@ def gathered_bias_backward(grad: Tensor, k: Tensor, p2c_table: Tensor, query_fac
     (batch, heads, keys, _), band = k.shape, make_band(reach, k.shape[2])
     d_term = _empty_term(k, True, keys, band)
     tile = choose_tile(capability_of(k.device), 64, "spread")
-    gathered.spread_kernel[(ceil_div(keys, tile.block_m), batch * heads)](
+    position_bias.spread_kernel[(ceil_div(keys, tile.block_m), batch * heads)](
         grad.contiguous(), d_term, query_facts[1], query_facts.shape[2], keys, heads, band.span,
         FAR=band.far, BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(k),
         num_warps=tile.warps, num_stages=tile.stages)
@@ -351,7 +345,7 @@ def _collect_gathered(d_term: Term, q, table: Tensor, dq, facts, keys: int, band
     batch, heads, queries, _ = q.shape
     by_row = q.new_empty(heads, batch * queries, len(table))
     tile = COLUMN_TILES["skew"]
-    gathered.skew_kernel[(ceil_div(queries, tile.block_m), batch * heads)](
+    position_bias.skew_kernel[(ceil_div(queries, tile.block_m), batch * heads)](
         d_term.bias, by_row, facts[0], queries, keys, heads, band.span, FAR=band.far,
         BR=tile.block_m, BC=tile.block_n)
     dq.permute(2, 0, 1, 3).add_((by_row @ table.transpose(0, 1)).view(heads, batch, queries, -1))
