@@ -43,11 +43,10 @@ def split_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> 
         values, counts = torch.unique_consecutive(segments_L, return_counts=True)
         values, counts = values.tolist(), counts.tolist()
         segments = [value for value in values if value]
-        if len(set(segments)) < len(segments):  # a segment in two parts
-            spans.append(_whole_row(segments_BL, query_positions_BQ, row))
-            continue
-        for start, stop, single in _joined(values, counts):
-            span = _span(segments_BL, query_positions_BQ, row, start, stop, single)
+        cut = len(set(segments)) < len(segments)  # a segment in two parts
+        joined = [(0, len(segments_L), False)] if cut else _joined(values, counts)
+        for start, stop, single in joined:
+            span = _span(segments_BL, query_positions_BQ, row, start, stop, single, cut)
             if span.queries_X is None or len(span.queries_X):
                 spans.append(span)
     return _merged(spans)
@@ -86,7 +85,7 @@ def _joined(values: list[int], counts: list[int]) -> list[tuple[int, int, bool]]
     return joined
 
 
-def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> KeySpan:
+def _span(segments_BL, query_positions_BQ, row, start, stop, single, fully_masked) -> KeySpan:
     queries = positions = allowed = None
     if query_positions_BQ is not None:
         columns = query_positions_BQ[row]
@@ -97,7 +96,7 @@ def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> KeySpan:
         where = torch.arange(stop - start) if positions is None else positions
         allowed = allowed_pairs(segments_1Y, where[None])
     rows = slice(row, row + 1)
-    return KeySpan(rows, start, stop, queries, positions, allowed, fully_masked=False)
+    return KeySpan(rows, start, stop, queries, positions, allowed, fully_masked)
 
 
 def _all_rows(segments_BL) -> KeySpan:
@@ -107,15 +106,3 @@ def _all_rows(segments_BL) -> KeySpan:
         allowed = allowed_pairs(segments_BL, torch.arange(length).expand(batch, length))
     fully_masked = not bool(segments_BL.all())
     return KeySpan(slice(0, batch), 0, length, None, None, allowed, fully_masked)
-
-
-def _whole_row(segments_BL, query_positions_BQ, row) -> KeySpan:
-    length = segments_BL.shape[1]
-    device = segments_BL.device
-    queries = positions = None
-    columns = torch.arange(length, device=device)
-    if query_positions_BQ is not None:
-        columns = positions = query_positions_BQ[row]
-        queries = torch.arange(len(positions), device=device)
-    allowed = allowed_pairs(segments_BL[row : row + 1], columns[None])
-    return KeySpan(slice(row, row + 1), 0, length, queries, positions, allowed, fully_masked=True)

@@ -15,7 +15,7 @@ C rows of the expanded table, D head size, H heads, S slots.
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,57 +37,47 @@ def block_rows(dtype: torch.dtype, rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class Expansion:
-    """How one relative table is expanded: T[c] is its row for pairs with y - x = c - radius."""
+class PositionTerm:
+    """One position term. T[c] is the relative table's row for pairs with y - x = c - radius."""
 
     reach: int  # columns at least this far away share the end rows of the table
     block: int  # rows multiplied at once
     radius: int
     slots_C: Tensor  # int64 row of the relative table for each c
+    table_HCD: Tensor  # the expanded table, scaled, in both layouts
+    table_HDC: Tensor
 
-    def expand(self, table_HSD: Tensor) -> Tensor:
-        """Return the expanded table [H,C,D]."""
-        return table_HSD.index_select(1, self.slots_C)
-
-    def collapse(self, grad_HCD: Tensor, num_slots: int) -> Tensor:
-        """Return the gradient [H,S,D] of the relative table, summed in a fixed order."""
-        heads, _, size = grad_HCD.shape
-        grad_HSD = grad_HCD.new_zeros(heads, num_slots, size)
-        return grad_HSD.index_add_(1, self.slots_C, grad_HCD)
+    def of_heads(self, heads: slice) -> "PositionTerm":
+        """Return the term of some heads."""
+        return replace(self, table_HCD=self.table_HCD[heads], table_HDC=self.table_HDC[heads])
 
 
-def expansion(geometry: Geometry, longest: int, rows_are_queries: bool, clip: bool, like: Tensor
-             ) -> Expansion:
-    """Return the expansion for spans of up to `longest` columns, for products with `like`.
+def make_term(geometry: Geometry, table_HSD: Tensor, longest: int, rows_are_queries: bool,
+              clip: bool, scale: float) -> PositionTerm:
+    """Expand a relative table, scaled, for spans of up to `longest` columns.
 
     clip: treat columns beyond the table's reach as saturated.
     """
     reach = min(geometry.reach, longest) if clip else longest
-    block = block_rows(like.dtype, longest)
+    block = block_rows(table_HSD.dtype, longest)
     radius = reach + block - 1
     # Further rows at the end, so that a product of aligned width finds as many.
-    distances_C = torch.arange(-radius, radius + ALIGNED, device=like.device)
-    if rows_are_queries:  # y - x is then key minus query
-        distances_C = -distances_C
-    return Expansion(reach, block, radius, geometry.slots(distances_C))
+    distances_C = torch.arange(-radius, radius + ALIGNED, device=table_HSD.device)
+    # With queries as rows, y - x is key minus query.
+    slots_C = geometry.slots(-distances_C if rows_are_queries else distances_C)
+    table_HCD = table_HSD.index_select(1, slots_C).mul_(scale)
+    return PositionTerm(reach, block, radius, slots_C, table_HCD,
+                        table_HCD.transpose(1, 2).contiguous())
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Where a tile of scores lies: column numbers of its first row and of its first column."""
-
-    first_row: int
-    first_column: int
-
-
-def _bands(expanded: Expansion, frame: Frame, rows: int, columns: int):
+def _bands(term: PositionTerm, offset: int, rows: int, columns: int):
     """Yield (start, stop, near start, near stop, first table row, last + 1) per block of rows."""
-    for start in range(0, rows, expanded.block):
-        stop = min(start + expanded.block, rows)
-        shift = frame.first_row + start - frame.first_column
-        near = min(max(shift - expanded.reach, 0), columns)
-        far = max(min(shift + stop - start + expanded.reach, columns), near)
-        table_start = near - shift - (stop - start - 1) + expanded.radius
+    for start in range(0, rows, term.block):
+        stop = min(start + term.block, rows)
+        shift = offset + start
+        near = min(max(shift - term.reach, 0), columns)
+        far = max(min(shift + stop - start + term.reach, columns), near)
+        table_start = near - shift - (stop - start - 1) + term.radius
         width = far - near + stop - start - 1
         yield start, stop, near, far, table_start, table_start - (-width // ALIGNED) * ALIGNED
 
@@ -97,25 +87,6 @@ def skewed_view(buffer: Tensor, columns: int) -> Tensor:
     groups, rows, width = buffer.shape
     shape, strides = (groups, rows, columns), (rows * width, width - 1, 1)
     return buffer.as_strided(shape, strides, rows - 1)
-
-
-@dataclass(frozen=True)
-class PositionTerm:
-    """One position term: how its table was expanded, and the expanded table in both layouts."""
-
-    expansion: Expansion
-    table_HCD: Tensor
-    table_HDC: Tensor
-
-    def of_heads(self, heads: slice) -> "PositionTerm":
-        """Return the term of some heads."""
-        return PositionTerm(self.expansion, self.table_HCD[heads], self.table_HDC[heads])
-
-
-def make_term(expanded: Expansion, table_HSD: Tensor, scale: float) -> PositionTerm:
-    """Expand a relative table, scaled."""
-    table_HCD = expanded.expand(table_HSD).mul_(scale)
-    return PositionTerm(expanded, table_HCD, table_HCD.transpose(1, 2).contiguous())
 
 
 class Scratch:
@@ -171,12 +142,15 @@ def _padded_rows(tensor_GXY: Tensor, scratch: Scratch) -> Tensor:
     return buffer[:, :, :columns].copy_(tensor_GXY)
 
 
-def add_term(scores: Tensor, x_GXD: Tensor, term: PositionTerm, frame: Frame, transposed: bool,
+def add_term(scores: Tensor, x_GXD: Tensor, term: PositionTerm, offset: int, transposed: bool,
              scratch: Scratch) -> None:
-    """Add x . T[y - x + radius] to `scores` [G,X,Y], or to [G,Y,X] when `transposed`."""
+    """Add x . T[y - x + radius] to `scores` [G,X,Y], or to [G,Y,X] when `transposed`.
+
+    offset: number of the first row, less that of the first column, of the tile of scores.
+    """
     heads, size = len(term.table_HCD), x_GXD.shape[2]
     columns = scores.shape[1 if transposed else 2]
-    bands = _bands(term.expansion, frame, x_GXD.shape[1], columns)
+    bands = _bands(term, offset, x_GXD.shape[1], columns)
     shape = None
     for start, stop, near, far, table_start, table_stop in bands:
         x = x_GXD[:, start:stop]
@@ -204,14 +178,14 @@ def add_term(scores: Tensor, x_GXD: Tensor, term: PositionTerm, frame: Frame, tr
                     target[:, :, lo:hi].add_(constant)
 
 
-def collect_term(grad: Tensor, x_GXD: Tensor, term: PositionTerm, frame: Frame, transposed: bool,
+def collect_term(grad: Tensor, x_GXD: Tensor, term: PositionTerm, offset: int, transposed: bool,
                  grad_x_GXD: Tensor, grad_table_HCD: Tensor, scratch: Scratch) -> None:
     """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores)."""
     heads, size = len(term.table_HCD), x_GXD.shape[2]
     columns = grad.shape[1 if transposed else 2]
     if transposed:
         grad = _padded_rows(grad, scratch)
-    bands = _bands(term.expansion, frame, x_GXD.shape[1], columns)
+    bands = _bands(term, offset, x_GXD.shape[1], columns)
     shape = None
     for start, stop, near, far, table_start, table_stop in bands:
         grad_x = grad_x_GXD[:, start:stop]

@@ -144,12 +144,8 @@ def groups(spans: list[KeySpan], q_BHQD: Tensor) -> Iterator[Group]:
 
 def operands(inputs: Inputs, tile: Tile) -> tuple[Tensor, Tensor]:
     """Return queries [G,X,D] and keys [G,Y,D] of a tile."""
-    return _dense(tile.queries_of(inputs.q_BHQD)), _dense(tile.group.keys_of(inputs.k_BHLD))
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Return a contiguous operand on the CPU: oneDNN copies strided ones on every call."""
-    return tensor.contiguous() if tensor.is_cpu else tensor
+    queries, keys = tile.queries_of(inputs.q_BHQD), tile.group.keys_of(inputs.k_BHLD)
+    return queries.contiguous(), keys.contiguous()  # oneDNN copies strided ones on every call
 
 
 def _scaled_product(a_GXD: Tensor, b_GDY: Tensor, scale: float) -> Tensor:
@@ -184,7 +180,7 @@ def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
 
 def context(inputs: Inputs, tile: Tile, probs: Tensor) -> Tensor:
     """Return the tile's context [G,X,D]."""
-    v = _dense(tile.group.keys_of(inputs.v_BHLD))
+    v = tile.group.keys_of(inputs.v_BHLD).contiguous()
     if inputs.bits is None:
         return torch.bmm(probs, v)
     kept = torch.clamp(probs, min=0, out=inputs.scratch.take("kept", probs.shape, probs))
@@ -207,7 +203,7 @@ def add_gradients(inputs: Inputs, tile: Tile, probs: Tensor, out_grad: Tensor, t
     probs: as `probabilities` returned them; out_grad [G,X,D]: the gradient of the context.
     """
     q, k = operands(inputs, tile)
-    v = _dense(tile.group.keys_of(inputs.v_BHLD))
+    v = tile.group.keys_of(inputs.v_BHLD).contiguous()
     take = inputs.scratch.take
     kept, grad = probs, take("grad", probs.shape, probs)
     if inputs.bits is not None:
@@ -232,8 +228,8 @@ def _add(inputs, term: skew.PositionTerm, scores: Tensor, x: Tensor, tile: Tile,
         ) -> None:
     term = term.of_heads(tile.group.heads)
     if tile.positions is None:
-        frame = skew.Frame(0, tile.first) if transposed else skew.Frame(tile.first, 0)
-        skew.add_term(scores, x, term, frame, transposed, inputs.scratch)
+        offset = -tile.first if transposed else tile.first
+        skew.add_term(scores, x, term, offset, transposed, inputs.scratch)
     elif transposed:
         add_key_rows(scores, x, term, tile.positions, inputs.scratch)
     else:
@@ -243,15 +239,15 @@ def _add(inputs, term: skew.PositionTerm, scores: Tensor, x: Tensor, tile: Tile,
 def _collect(inputs, term, grad, x, tile, transposed, x_grad, table_grad) -> None:
     term = term.of_heads(tile.group.heads)
     if tile.positions is None:
-        frame = skew.Frame(0, tile.first) if transposed else skew.Frame(tile.first, 0)
-        skew.collect_term(grad, x, term, frame, transposed, x_grad, table_grad, inputs.scratch)
+        offset = -tile.first if transposed else tile.first
+        skew.collect_term(grad, x, term, offset, transposed, x_grad, table_grad, inputs.scratch)
     elif transposed:
         collect_key_rows(grad, x, term, tile.positions, x_grad, table_grad, inputs.scratch)
     else:
         collect_query_rows(grad, x, term, tile.positions, x_grad, table_grad)
 
 
-def _columns(expanded: skew.Expansion, positions_X: Tensor, keys: int) -> Tensor:
+def _columns(term: skew.PositionTerm, positions_X: Tensor, keys: int) -> Tensor:
     """Return the expanded table's row [X,Y] of each pair of a gathered query (those of the enhanced
     mask decoder) and a key.
 
@@ -259,21 +255,21 @@ def _columns(expanded: skew.Expansion, positions_X: Tensor, keys: int) -> Tensor
     writer per element, no atomics.
     """
     keys_Y = torch.arange(keys, device=positions_X.device)
-    return keys_Y - positions_X[:, None] + expanded.radius
+    return keys_Y - positions_X[:, None] + term.radius
 
 
 def add_query_rows(scores_GXY: Tensor, q_GXD: Tensor, term: skew.PositionTerm, positions_X: Tensor
                   ) -> None:
     """Add the content-to-position term."""
     products_GXC = torch.bmm(q_GXD, term.table_HDC)
-    columns_XY = _columns(term.expansion, positions_X, scores_GXY.shape[2])
+    columns_XY = _columns(term, positions_X, scores_GXY.shape[2])
     scores_GXY.add_(products_GXC.gather(2, columns_XY.expand_as(scores_GXY)))
 
 
 def collect_query_rows(grad_GXY: Tensor, q_GXD: Tensor, term: skew.PositionTerm,
                        positions_X: Tensor, grad_q_GXD: Tensor, grad_table_GCD: Tensor) -> None:
     """Accumulate the gradients of `add_query_rows`."""
-    columns_XY = _columns(term.expansion, positions_X, grad_GXY.shape[2])
+    columns_XY = _columns(term, positions_X, grad_GXY.shape[2])
     products_GXC = grad_GXY.new_zeros(*grad_GXY.shape[:2], term.table_HCD.shape[1])
     products_GXC.scatter_(2, columns_XY.expand_as(grad_GXY), grad_GXY)
     grad_q_GXD.add_(torch.bmm(products_GXC, term.table_HCD))
@@ -287,7 +283,7 @@ def add_key_rows(scores_GXY: Tensor, k_GYD: Tensor, term: skew.PositionTerm, pos
     for start in range(0, keys, _KEY_ROWS):
         rows = k_GYD[:, start : start + _KEY_ROWS]
         all_columns = scores_GXY.new_zeros(groups, rows.shape[1], keys)
-        skew.add_term(all_columns, rows, term, skew.Frame(start, 0), False, scratch)
+        skew.add_term(all_columns, rows, term, start, False, scratch)
         taken = all_columns.index_select(2, positions_X).transpose(1, 2)
         scores_GXY[:, :, start : start + _KEY_ROWS].add_(taken)
 
@@ -306,5 +302,4 @@ def collect_key_rows(grad_GXY: Tensor, k_GYD: Tensor, term: skew.PositionTerm, p
         stop = start + _KEY_ROWS
         all_columns = grad_GXY[:, :, start:stop].transpose(1, 2) @ one_hot_XL
         rows, grad_rows = k_GYD[:, start:stop], grad_k_GYD[:, start:stop]
-        frame = skew.Frame(start, 0)
-        skew.collect_term(all_columns, rows, term, frame, False, grad_rows, grad_table_GCD, scratch)
+        skew.collect_term(all_columns, rows, term, start, False, grad_rows, grad_table_GCD, scratch)

@@ -20,7 +20,7 @@ from deberta_ds.model.attention.dropout import random_bits
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.segments import SHORT_ROWS, KeySpan, split_into_spans
-from deberta_ds.model.attention.skew import PositionTerm, Scratch, expansion, make_term, own_scratch
+from deberta_ds.model.attention.skew import PositionTerm, Scratch, make_term, own_scratch
 from deberta_ds.model.attention.tile import (
     ROWS_ARE_KEYS,
     Gradients,
@@ -64,26 +64,12 @@ class _Setting:
     dropout: float
     seed: Tensor | None
 
-    def all_keys(self, tensor_BHLD: Tensor) -> bool:
-        """Return whether the spans hold every key."""
-        held = sum(
-            (span.stop - span.start) * (span.rows.stop - span.rows.start) for span in self.spans)
-        return held == tensor_BHLD.shape[0] * tensor_BHLD.shape[2]
-
-    def all_queries(self, tensor_BHQD: Tensor) -> bool:
-        """Return whether the spans hold every query."""
-        if self.clip:
-            return self.all_keys(tensor_BHQD)
-        queries = [span.queries_X for span in self.spans if span.queries_X is not None]
-        assert len(queries) == len(self.spans)
-        return sum(map(len, queries)) == tensor_BHQD.shape[0] * tensor_BHQD.shape[2]
-
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, setting, q_BHQD, k_BHLD, v_BHLD, *tables):
         inputs = _prepare(setting, q_BHQD, k_BHLD, v_BHLD, *tables)
-        context_BHQD = _like_flat(q_BHQD, setting.all_queries(q_BHQD))
+        context_BHQD = _zeros_flat(q_BHQD)
         kept = []
         training = any(ctx.needs_input_grad)
         for group in groups(setting.spans, q_BHQD):
@@ -105,8 +91,8 @@ class _TiledAttention(torch.autograd.Function):
         kept = iter(saved[ctx.leaves:])
         setting = ctx.setting
         inputs = _prepare(setting, q_BHQD, k_BHLD, v_BHLD, *tables)
-        q_grad = _like_flat(q_BHQD, setting.all_queries(q_BHQD))
-        k_grad, v_grad = (_like_flat(x, setting.all_keys(x)) for x in (k_BHLD, v_BHLD))
+        q_grad = _zeros_flat(q_BHQD)
+        k_grad, v_grad = (_zeros_flat(x) for x in (k_BHLD, v_BHLD))
         sums = [_table_sums(term, f"table {number}", inputs.scratch)
                 for number, term in enumerate(inputs.terms)]
         for group in groups(setting.spans, q_BHQD):
@@ -140,21 +126,17 @@ def _prepare(setting: _Setting, q_BHQD, k_BHLD, v_BHLD, *tables) -> Inputs:
     keys = k_BHLD.shape[2]
     scale = score_scale(size, *tables)
     longest = max((span.stop - span.start for span in setting.spans), default=1)
-    terms: list[PositionTerm | None] = []
-    for table_HSD, of_keys in zip(tables, ROWS_ARE_KEYS, strict=True):
-        terms.append(None if table_HSD is None else make_term(
-            expansion(setting.geometry, longest, not of_keys, setting.clip, q_BHQD), table_HSD,
-            scale))
+    terms = [None if table_HSD is None else make_term(
+        setting.geometry, table_HSD, longest, not of_keys, setting.clip, scale)
+        for table_HSD, of_keys in zip(tables, ROWS_ARE_KEYS, strict=True)]
     bits = random_bits(setting.seed, batch, heads, queries, keys) if setting.dropout else None
     return Inputs(q_BHQD, k_BHLD, v_BHLD, terms, scale, setting.dropout, bits, own_scratch())
 
 
-def _like_flat(tensor_BHRD: Tensor, covered: bool) -> Tensor:
-    """Return a new [B,H,R,D] laid out [B,R,H,D]; zeros unless tiles write every element."""
-    batch, heads, rows, size = tensor_BHRD.shape
-    new = torch.empty if covered else torch.zeros
-    like = {"dtype": tensor_BHRD.dtype, "device": tensor_BHRD.device}
-    return new(batch, rows, heads, size, **like).transpose(1, 2)
+def _zeros_flat(tensor_BHRD: Tensor) -> Tensor:
+    """Return zeros [B,H,R,D] laid out [B,R,H,D]."""
+    return torch.zeros_like(tensor_BHRD.transpose(1, 2), memory_format=torch.contiguous_format
+                            ).transpose(1, 2)
 
 
 def _table_sums(term: PositionTerm | None, use: str, scratch: Scratch) -> Tensor | None:
@@ -170,5 +152,5 @@ def _table_gradient(term: PositionTerm | None, sum_HCD, scale: float, table_HSD)
     """Return the gradient of a relative table from that of its scaled expansion."""
     if term is None:
         return None
-    grad_HSD = term.expansion.collapse(sum_HCD.mul_(scale), table_HSD.shape[1])
-    return grad_HSD.to(table_HSD.dtype)
+    grad_HSD = sum_HCD.new_zeros(table_HSD.shape)  # added to in a fixed order
+    return grad_HSD.index_add_(1, term.slots_C, sum_HCD.mul_(scale)).to(table_HSD.dtype)
