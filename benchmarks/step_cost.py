@@ -192,7 +192,7 @@ def count_step(run: RunConfig) -> Count:
     def pick(idea, _request, mode="auto"):  # as on a card where every check passes
         kernel = next(one for one in choose.KERNELS if one.idea == idea
                       and mode in ("auto", one.name))
-        return choose.Choice(kernel, "")
+        return kernel, ""
 
     chunk_for = chunked.chunk_for
     stand_ins = ((encoder, "attend", attend), (encoder, "gathered_term", gathered_term),

@@ -36,7 +36,7 @@ def main() -> None:
     if given.look:
         from deberta_ds.tasks.look import look
 
-        ((task,), *_) = options.open_tasks(given, overrides, [given.task])
+        (task,), _ = options.open_tasks(given, overrides, [given.task])
         for line in look(task, given.data or "."):
             print(line)
         return

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from deberta_ds.model.kernels.kernel_check import Problem
+from deberta_ds.model.kernels.checks import Problem
 
 
 def passes(_request):

@@ -73,11 +73,10 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
         "--tasks": list(map(str, tasks)), "--init_from": init_from, "save models": keep_models,
         "--out, absolute": os.path.abspath(options.out)})
     opened = dist.together(lambda: _open(options, overrides, tasks, init_from))
-    lines, values, longest = opened.pop("lines"), opened["deepspeed"], opened.pop("longest")
-    kernels = start.agreed_kernels(lambda: [choose.in_a_line(start.kernel_choices(
-        opened["start"].config, values, length, without=("cross-entropy",)))
-        for length in (1, longest)])
-    for line in (lines[0], f"kernels: {kernels[-1]}", *lines[1:]):
+    lines = opened.pop("lines")
+    kernels = start.agreed_kernels(lambda: choose.in_a_line(start.kernel_choices(
+        opened["start"].config, opened["deepspeed"], without=("cross-entropy",))))
+    for line in (lines[0], f"kernels: {kernels}", *lines[1:]):
         say(line)
     from deberta_ds.finetuning.sweep import Sweep
 
@@ -89,8 +88,8 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "Seque
 
 
 def open_tasks(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]"
-               ) -> "tuple[tuple[Task, ...], dict[str, dict[str, Any]], int]":
-    """Return the tasks, tables of their settings, and the longest row that these allow."""
+               ) -> "tuple[tuple[Task, ...], dict[str, dict[str, Any]]]":
+    """Return the tasks, and tables of their settings, which fit them."""
     from deberta_ds.tasks import settings
     from deberta_ds.tasks.task import TASK_NAMES
 
@@ -111,7 +110,8 @@ def open_tasks(options: argparse.Namespace, overrides: list[str], given: "Sequen
     for task in tasks:
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
-    return tasks, tables, max(settings.resolve(task, tables).max_length for task in tasks)
+        settings.resolve(task, tables)
+    return tasks, tables
 
 
 def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[str | Task]",
@@ -121,7 +121,7 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     from deberta_ds.finetuning.models import open_start
     from deberta_ds.tasks.task import task_named
 
-    tasks, tables, longest = open_tasks(options, overrides, given)
+    tasks, tables = open_tasks(options, overrides, given)
     names = [task.name for task in tasks]
     json, values = deepspeed(options.deepspeed_config)
     if isinstance(init_from, str):
@@ -131,7 +131,6 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
     return {"tasks": tasks, "settings": tables, "deepspeed": values, "init_from": init_from,
             "start": open_start(options.model, options.tokenizer),
             "carved": tuple(task_named(name).name for name in options.carve_train),
-            "longest": longest,
             "lines": [f"DeepSpeed: {json}", *check_machine(values, json)]}
 
 

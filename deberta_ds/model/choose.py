@@ -21,15 +21,12 @@ from deberta_ds.model.precision import DTYPES
 
 _LOG = logging.getLogger("deberta_ds")
 LARGEST_HEAD = 128  # of fused attention; sizes that are no power of 2 are filled with zeros
-LONGEST_SHORT = 512  # longer sequences may have pairs beyond the reach of the relative table
-MOST_PROGRAMS = 65_535  # along the second axis of a launch: one for each sequence and head
 MOST_ELEMENTS = 1 << 31  # the kernels count in 32 bits
 OFF = "DEBERTA_DS_KERNELS"  # "0": no Triton kernels, torch's operators alone
 OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
 OPTIONS = {"attention": "attention", "cross-entropy": "cross_entropy"}  # keys of [model], by idea
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 _HALF = (torch.bfloat16, torch.float16)
-_FLOATS = (torch.float32, *_HALF)
 
 
 class Request(NamedTuple):
@@ -38,8 +35,7 @@ class Request(NamedTuple):
     device: torch.device
     dtype: torch.dtype  # of the operands; LayerNorm's and GELU's update
     size: int  # of a head for attention, otherwise of a hidden state
-    state: torch.dtype | None = None  # LayerNorm's other operand
-    long: bool = False  # attention: with pairs beyond the reach of the relative table
+    state: torch.dtype | None = None  # LayerNorm's other operand; None: as `dtype`
     terms: tuple[bool, ...] = (True, True)  # attention: which of TERMS
     obstacle: str = ""  # what only the caller can see that rules out all but the last
 
@@ -47,8 +43,8 @@ class Request(NamedTuple):
 class Kernel(NamedTuple):
     """One implementation of an idea. Without `device` and `dtypes` it runs everywhere.
 
-    `place` and `check` are "module:function" below deberta_ds.model, imported late: Triton need not
-    be installed. Without a place it is the module's own operators.
+    `place` and `check` are "module:function" from deberta_ds.model on, imported late: Triton need
+    not be installed. Without a place it is the module's own operators.
     """
 
     idea: str
@@ -63,24 +59,25 @@ class Kernel(NamedTuple):
     by_name_only: bool = False
 
 
-_NORM = ("cuda", _FLOATS, "kernels.checks:norm", 8192)  # a program holds a whole hidden state
+# LayerNorm, GELU and dropout; a program holds a whole hidden state.
+_NORM = ("cuda", (torch.float32, *_HALF), ".kernels.checks:norm", 8192)
 # The best first; the last of each idea runs everywhere.
 KERNELS = (
-    Kernel("attention", "fused", "kernels.attention:fused_path", "cuda", _HALF,
-           "kernels.checks:attention", LARGEST_HEAD, terms=2),
-    Kernel("attention", "tiled", "attention.tiled:tiled_attention", "cpu"),
-    Kernel("attention", "reference", "attention.reference:reference_attention", by_name_only=True),
-    Kernel("attention", "dense", "attention.dense:dense_attention"),
-    Kernel("cross-entropy", "fused", "kernels.fused_cross_entropy:fused_linear_cross_entropy",
-           "cuda", _HALF, "kernels.checks:cross_entropy", multiple=16),
-    Kernel("cross-entropy", "chunked", "linear_cross_entropy:linear_cross_entropy"),
-    Kernel("LayerNorm", "fused", "kernels.fused_norm:residual_norm", *_NORM),
+    Kernel("attention", "fused", ".kernels.attention:fused_path", "cuda", _HALF,
+           ".kernels.checks:attention", LARGEST_HEAD, terms=2),
+    Kernel("attention", "tiled", ".attention.tiled:tiled_attention", "cpu"),
+    Kernel("attention", "reference", ".attention.reference:reference_attention", by_name_only=True),
+    Kernel("attention", "dense", ".attention.dense:dense_attention"),
+    Kernel("cross-entropy", "fused", ".kernels.fused_cross_entropy:fused_linear_cross_entropy",
+           "cuda", _HALF, ".kernels.checks:cross_entropy", multiple=16),
+    Kernel("cross-entropy", "chunked", ".linear_cross_entropy:linear_cross_entropy"),
+    Kernel("LayerNorm", "fused", ".kernels.fused_norm:residual_norm", *_NORM),
     Kernel("LayerNorm", "torch"),
-    Kernel("GELU", "fused", "kernels.fused_norm:biased_gelu", *_NORM),
+    Kernel("GELU", "fused", ".kernels.fused_norm:biased_gelu", *_NORM),
     Kernel("GELU", "torch"),
-    Kernel("dropout", "fused", "kernels.fused_norm:dropout", *_NORM),
+    Kernel("dropout", "fused", ".kernels.fused_norm:dropout", *_NORM),
     Kernel("dropout", "hash"),
-    Kernel("projections", "fused", "fused_projections:fused_projections", "cuda"),
+    Kernel("projections", "fused", ".fused_projections:fused_projections", "cuda"),
     Kernel("projections", "separate"),
 )
 _LOADED: dict[str, Any] = {"": None}  # functions by place
@@ -90,15 +87,8 @@ def load(place: str) -> Any:
     """Return the function at "module:function", None without one."""
     if place not in _LOADED:
         module, name = place.split(":")
-        _LOADED[place] = getattr(import_module(f"deberta_ds.model.{module}"), name)
+        _LOADED[place] = getattr(import_module(module, "deberta_ds.model"), name)
     return _LOADED[place]
-
-
-class Choice(NamedTuple):
-    """A kernel, and why it is this one."""
-
-    kernel: Kernel
-    why: str
 
 
 def find(idea: str, mode: str, *request) -> tuple[str, Any]:
@@ -108,7 +98,7 @@ def find(idea: str, mode: str, *request) -> tuple[str, Any]:
 
 
 def _find(idea: str, mode: str, *request) -> tuple[str, str]:
-    kernel = pick(idea, Request(*request), mode).kernel
+    kernel, _ = pick(idea, Request(*request), mode)
     load(kernel.place)
     return kernel.name, kernel.place
 
@@ -117,43 +107,40 @@ _find._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.comp
 
 
 @lru_cache
-def pick(idea: str, request: Request, mode: str = "auto") -> Choice:
-    """Return the kernel for `idea`: the best that can run, or the one called `mode`.
+def pick(idea: str, request: Request, mode: str = "auto") -> tuple[Kernel, str]:
+    """Return the kernel for `idea`, the best that can run or the one called `mode`, and why.
 
     Found once for all equal requests. Raises UserError for one that was asked for by name and
     cannot run here, and for one that fails its check.
     """
     known = [kernel for kernel in KERNELS if kernel.idea == idea]
-    option, auto, missed, last = OPTIONS.get(idea, idea), mode == "auto", [], known[-1].name
-    tried = [one for one in known if one.name == mode or (auto and not one.by_name_only)]
-    if not tried:
-        names = ", ".join(["auto", *(kernel.name for kernel in known)])
-        raise UserError(f"{option} = {mode!r}: choose one of {names}")
-    for kernel in tried:
-        problem = _problem(kernel, request)
-        if not problem:
-            break
-        missed.append(f"not {kernel.name}: {problem}")
+    option, last, missed = OPTIONS.get(idea, idea), known[-1].name, []
+    for kernel in known:
+        if kernel.name == mode or (mode == "auto" and not kernel.by_name_only):
+            if not (problem := _problem(kernel, request)):
+                break
+            missed.append(f"not {kernel.name}: {problem}")
     else:
-        raise UserError(f"{option} = {mode!r} cannot run here: {problem}; use 'auto' or '{last}'")
-    if not auto:
-        return Choice(kernel, f"{option} = {mode!r}")
+        raise UserError(f"{option} = {mode!r}" + (
+            f" cannot run here: {problem}; use 'auto' or '{last}'" if missed else
+            f": choose one of {', '.join(['auto', *(kernel.name for kernel in known)])}"))
+    if mode != "auto":
+        return kernel, f"{option} = {mode!r}"
     why = "; ".join(missed)
     if kernel.check and not interpreted():
         try:
-            why = kernel_check.check(request, load(kernel.check))
+            request = request._replace(state=request.state or request.dtype)
+            why = kernel_check.check(request, kernel.check)
         except UserError as error:
-            remedy = f"set {OFF}=0 (torch's operators for all parts)"
-            if idea in OPTIONS:
-                remedy = f"--model.{option}={last} in pretraining, or {remedy}"
+            own = f"--model.{option}={last} in pretraining, or " if idea in OPTIONS else ""
             raise UserError(
                 f"{idea}: the {kernel.name} kernel fails its check on {socket.gethostname()}, "
                 f"{request.device}: {error}\nfix this, or go on without the kernel, several times "
-                f"slower: {remedy}") from None
+                f"slower: {own}set {OFF}=0 (torch's operators for all parts)") from None
     if missed and request.device.type == "cuda" and known[0].check:
         _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea, kernel.name,
                      known[0].name, why)
-    return Choice(kernel, why)
+    return kernel, why
 
 
 def _problem(kernel: Kernel, request: Request) -> str:
@@ -181,11 +168,12 @@ def obstacle(device: torch.device) -> str:
     """Return what keeps any Triton kernel from running on a device, or an empty string."""
     if os.environ.get(OFF) == "0":
         return f"{OFF}=0"
-    if device.type != "cuda" and not interpreted():
+    if interpreted():
+        return ""
+    if device.type != "cuda":
         return "no GPU"
-    if not interpreted() and torch.cuda.get_device_capability(device) < OLDEST:
-        return "the card has no compute capability {}.{}".format(*OLDEST)
-    return ""
+    old = torch.cuda.get_device_capability(device) < OLDEST
+    return "the card has no compute capability {}.{}".format(*OLDEST) if old else ""
 
 
 def interpreted() -> bool:
@@ -200,31 +188,24 @@ def names_of(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matmuls: torch.dtype,
-            length: int, zero_stage: int = 0, without: tuple[str, ...] = ()
-            ) -> dict[str, dict[str, str]]:
+            zero_stage: int = 0, without: tuple[str, ...] = ()) -> dict[str, dict[str, str]]:
     """Return {idea: {"kernel": name, "why": reason}} for training a model.
 
-    weights, matmuls: their dtypes, which differ under autocast. length: of a sequence. without:
-    ideas that it does not have. Raises UserError for a kernel that fails its check on this card.
+    weights, matmuls: their dtypes, which differ under autocast. without: ideas that it does not
+    have. Raises UserError for a kernel that fails its check on this card.
     """
-    long = length > LONGEST_SHORT
-    if device.type == "cuda" and not long:  # a kernel without a check does not ask
-        from deberta_ds.model.attention.geometry import Geometry, make_band  # which imports this
-
-        reach = Geometry(model.largest_distance, model.position_buckets).reach
-        long = make_band(reach, length).far
-    terms = tuple(term in model.position_terms for term in TERMS)
-    states = Request(device, matmuls, model.hidden_size, weights)
+    size, terms = model.hidden_size, tuple(term in model.position_terms for term in TERMS)
     separate = "autocast" if weights != matmuls else "ZeRO-3" if zero_stage == 3 else ""
+    states = Request(device, matmuls, size, weights)
     requests = {
-        "attention": Request(device, matmuls, model.head_size, long=long, terms=terms),
-        "cross-entropy": states._replace(state=None),
-        "LayerNorm": states, "GELU": states, "dropout": states,
-        "projections": Request(device, weights, model.hidden_size, obstacle=separate)}
+        "attention": Request(device, matmuls, model.head_size, terms=terms),
+        "cross-entropy": Request(device, matmuls, size), "LayerNorm": states, "GELU": states,
+        "dropout": Request(device, weights, size),
+        "projections": Request(device, weights, size, obstacle=separate)}
     modes = {idea: getattr(model, option) for idea, option in OPTIONS.items()}
     picked = {idea: pick(idea, one, modes.get(idea, "auto")) for idea, one in requests.items()
               if idea not in without}
-    return {idea: {"kernel": one.kernel.name, "why": one.why} for idea, one in picked.items()}
+    return {idea: {"kernel": kernel.name, "why": why} for idea, (kernel, why) in picked.items()}
 
 
 def in_a_line(found: dict[str, dict[str, str]]) -> str:

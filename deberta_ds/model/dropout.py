@@ -111,8 +111,7 @@ class Dropout(nn.Module):
         mask = mask_of(self.p if self.training else 0.0, key)
         if mask is None:
             return hidden
-        _, fused = choose.find("dropout", "auto", hidden.device, hidden.dtype,
-                                     hidden.shape[-1])
+        _, fused = choose.find("dropout", "auto", hidden.device, hidden.dtype, hidden.shape[-1])
         return mask.apply(hidden) if fused is None else fused(hidden, mask)
 
 

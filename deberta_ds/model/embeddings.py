@@ -47,8 +47,8 @@ def loss_function(mode: str, hidden_TC: Tensor, weight_VC: Tensor) -> Callable:
         dtype = torch.get_autocast_dtype(device.type)
     large = max(hidden_TC.numel(), weight_VC.numel()) >= choose.MOST_ELEMENTS
     obstacle = "2^31 hidden states or weights and more" if large else ""
-    return choose.find("cross-entropy", mode, device, dtype, hidden_TC.shape[1], None, False,
-                             (True, True), obstacle)[1]
+    return choose.find("cross-entropy", mode, device, dtype, hidden_TC.shape[1], None, (True, True),
+                       obstacle)[1]
 
 
 class InputBlock(nn.Module):

@@ -23,7 +23,7 @@ def find(inputs: list[Tensor], linears: list[nn.Linear]) -> Callable | None:
     """Return `fused_projections` where it runs, or None."""
     first = inputs[0]
     return choose.find("projections", "auto", first.device, first.dtype, first.shape[-1], None,
-                       False, (True, True), obstacle(inputs, linears))[1]
+                       (True, True), obstacle(inputs, linears))[1]
 
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:

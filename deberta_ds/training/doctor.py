@@ -104,8 +104,7 @@ def _speeds(device: torch.device, problems: list[str]) -> Iterator[str]:
     config = validate(ModelConfig, MODELS["deberta-v3-base"] | {
         "num_layers": 1, "vocab_size": 64}, "layer")
     try:
-        chosen = choose.choices(config, device, dtype, dtype, length,
-                                      without=("cross-entropy",))
+        chosen = choose.choices(config, device, dtype, dtype, without=("cross-entropy",))
     except UserError as error:
         problems.append(str(error))
         return

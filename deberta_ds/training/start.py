@@ -118,7 +118,7 @@ def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any
     warnings = engine.check_machine(ds_values, place)
     join(run_config.to_dict(run) | (asked or {}) | {
         "DeepSpeed JSON": ds_values, "out_dir, absolute": os.path.abspath(run.out_dir)})
-    agreed_kernels(partial(kernel_choices, run.model, ds_values, run.data.seq_len))
+    agreed_kernels(partial(kernel_choices, run.model, ds_values))
     dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))
     if local_device().type == "cpu":
         cpu.use_onednn()
@@ -145,13 +145,13 @@ def agreed_kernels(choose: Callable[[], Any]) -> Any:
     return dist.together(choose)
 
 
-def kernel_choices(model: ModelConfig, ds: dict, length: int, without: tuple[str, ...] = ()
+def kernel_choices(model: ModelConfig, ds: dict, without: tuple[str, ...] = ()
                    ) -> dict[str, dict[str, str]]:
     """Return which implementation of each part of a model this rank takes, and why."""
     weights = DTYPES[ds_config.precision(ds)]
     matmuls = DTYPES[ds_config.matmul_precision(ds)]
-    return choose.choices(model, local_device(), weights, matmuls, length,
-                          ds_config.zero_stage(ds), without)
+    return choose.choices(model, local_device(), weights, matmuls, ds_config.zero_stage(ds),
+                          without)
 
 
 def versions() -> dict[str, str]:
@@ -268,7 +268,7 @@ def frozen_lines(run: RunConfig, precision: str) -> list[str]:
 
 def kernels_of(run: RunConfig, ds: dict) -> str:
     """Return `kernel_choices` of a run as one line."""
-    return choose.in_a_line(kernel_choices(run.model, ds, run.data.seq_len))
+    return choose.in_a_line(kernel_choices(run.model, ds))
 
 
 def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> None:
@@ -276,7 +276,7 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
     record = {"run": run_config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
               "versions": versions(), "content_hashes": inputs.identity,
               "world_size": dist.world_size(), "parameters": inputs.num_parameters,
-              "kernels": kernel_choices(run.model, inputs.ds, run.data.seq_len),
+              "kernels": kernel_choices(run.model, inputs.ds),
               "hardware": meters.hardware(local_device()),
               "device": local_device().type, **meters.source()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")

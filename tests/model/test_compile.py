@@ -9,7 +9,7 @@ import torch  # noqa: E402
 from benchmarks.host_time import Nothing, triton_kernels  # noqa: E402
 from deberta_ds.config.run_config import ModelConfig  # noqa: E402
 from deberta_ds.model import choose  # noqa: E402
-from deberta_ds.model.choose import KERNELS, Choice  # noqa: E402
+from deberta_ds.model.choose import KERNELS  # noqa: E402
 from deberta_ds.model.encoder import Trunk  # noqa: E402
 
 SHAPE = dict(vocab_size=200, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64,
@@ -22,7 +22,7 @@ def test_the_trunk_is_one_graph(monkeypatch):
     for module, name in triton_kernels():
         monkeypatch.setattr(module, name, Nothing())
     first = {one.idea: one for one in reversed(KERNELS)}
-    monkeypatch.setattr(choose, "pick", lambda idea, *_: Choice(first[idea], ""))
+    monkeypatch.setattr(choose, "pick", lambda idea, *_: (first[idea], ""))
     trunk = Trunk(ModelConfig(**SHAPE)).bfloat16().train()
     for parameter in trunk.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -13,7 +13,6 @@ from deberta_ds.base.errors import UserError  # noqa: E402
 from deberta_ds.model.choose import Request  # noqa: E402
 from deberta_ds.model.embeddings import TokenEmbedding  # noqa: E402
 from deberta_ds.model.kernels import checks  # noqa: E402
-from deberta_ds.model.kernels.kernel_check import worst  # noqa: E402
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 
 TOLERANCES = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2}
@@ -42,7 +41,7 @@ def test_fused_loss_without_a_gpu_is_refused(monkeypatch):
 
 def test_check_on_the_card_finds_wrong_losses_and_draws():
     def compare(function):
-        return worst(checks.cross_entropy(
+        return checks.worst(checks.cross_entropy(
             Request(torch.device("cpu"), torch.float32, 16), function))
 
     def wrong(*arguments, loss=lambda x: x, draw=lambda x: x, **options):

@@ -27,8 +27,7 @@ def check(monkeypatch, tmp_path):
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
         monkeypatch.setattr(kernel_check, "SOURCES", sources)
-        kernel_check._digest.cache_clear()
-        return kernel_check.check(Request(torch.device("cpu"), torch.bfloat16, 16), print)
+        return kernel_check.check(Request(torch.device("cpu"), torch.bfloat16, 16), "its place")
 
     kernel_check.check.cache_clear()
     yield check
@@ -41,12 +40,12 @@ def check(monkeypatch, tmp_path):
     ("exec sleep 30", "it does not end in 1 s"),
     ("echo '[0.1, \"keys\"]'", "keys off by 1.0e-01 where 1.5e-02 is allowed"),
     ("echo '[NaN, \"keys\"]'", "keys off by nan where")])
-def test_a_check_that_does_not_pass_says_why_in_full(check, commands, words):
+def test_a_check_that_does_not_pass_says_why_in_full(check, tmp_path, commands, words):
     """Of a compiler's error 200 characters were shown, and a fault of the GPU ended the run."""
     with pytest.raises(UserError) as refused:
         check(commands)
     assert words in str(refused.value)
-    assert not kernel_check.results_folder().exists()
+    assert not list(tmp_path.rglob("kernels"))
 
 
 def test_a_pass_is_kept_on_this_node(check, tmp_path):

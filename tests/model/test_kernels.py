@@ -49,11 +49,11 @@ def request(idea: str, device=GPU, dtype=HALF, **more) -> Request:
 
 @pytest.mark.parametrize("idea", IDEAS)
 def test_on_a_cpu_torchs_operators_run(card, idea):
-    choice = pick(idea, request(idea, CPU))
-    assert choice.kernel.name == {
+    kernel, why = pick(idea, request(idea, CPU))
+    assert kernel.name == {
         "attention": "tiled", "cross-entropy": "chunked", "dropout": "hash",
         "projections": "separate"}.get(idea, "torch")
-    assert choice.why == "not fused: no GPU"
+    assert why == "not fused: no GPU"
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
@@ -70,11 +70,9 @@ def test_a_gpu_that_goes_without_the_kernels_is_a_warning(card, caplog, changes,
 
 def test_on_a_card_triton_runs_or_nothing_does(card):
     """A run whose kernel failed went on, 6 times slower, and another rank's word was lost."""
-    for idea in IDEAS[:4]:
-        choice = pick(idea, request(idea))
-        assert (choice.kernel.name, choice.why) == ("fused", "checked")
-    assert pick("projections", request("projections")).kernel.name == "fused"
-    assert pick("dropout", request("dropout")).kernel.name == "fused"
+    for idea in IDEAS:
+        kernel, why = pick(idea, request(idea))
+        assert (kernel.name, why) == ("fused", "" if idea == "projections" else "checked")
     card(passed=False)
     for idea, remedy in zip(IDEAS[:4], ("--model.attention=dense", "--model.cross_entropy=chunked",
                                         "set DEBERTA_DS_KERNELS=0", "DEBERTA_DS_KERNELS=0"),
@@ -82,7 +80,7 @@ def test_on_a_card_triton_runs_or_nothing_does(card):
         with pytest.raises(UserError, match="(?s)the fused kernel fails its check on [^ ]+, "
                                             f"cuda:0: off by 1.0\n.*{remedy}"):
             pick(idea, request(idea))
-    assert pick("attention", request("attention"), "dense").kernel.name == "dense"
+    assert pick("attention", request("attention"), "dense")[0].name == "dense"
 
 
 @pytest.mark.parametrize("idea, more, reason", [
@@ -95,8 +93,8 @@ def test_on_a_card_triton_runs_or_nothing_does(card):
     ("GELU", {"dtype": torch.float64}, "it takes fp32, bf16 and fp16, not fp64"),
     ("projections", {"obstacle": "ZeRO-3"}, "ZeRO-3")])
 def test_what_cannot_run_says_why(card, idea, more, reason):
-    choice = pick(idea, request(idea, **more))
-    assert choice.kernel.name not in ("fused", "shared") and f": {reason}" in choice.why
+    kernel, why = pick(idea, request(idea, **more))
+    assert kernel.name != "fused" and f": {reason}" in why
     if idea in choose.OPTIONS:
         with pytest.raises(UserError, match=f"= 'fused' cannot run here: {reason}; use 'auto' or "):
             pick(idea, request(idea, **more), "fused")
@@ -104,16 +102,16 @@ def test_what_cannot_run_says_why(card, idea, more, reason):
 
 def test_an_old_card_or_a_variable_rules_out_triton(card, monkeypatch):
     card(capability=(7, 5))
-    assert "compute capability 8.0" in pick("LayerNorm", request("LayerNorm")).why
+    assert "compute capability 8.0" in pick("LayerNorm", request("LayerNorm"))[1]
     card()
     monkeypatch.setenv("DEBERTA_DS_KERNELS", "0")
-    assert pick("GELU", request("GELU")).why == "not fused: DEBERTA_DS_KERNELS=0"
+    assert pick("GELU", request("GELU"))[1] == "not fused: DEBERTA_DS_KERNELS=0"
 
 
 def test_kernels_by_name(card):
     for mode in ("dense", "reference", "tiled"):
-        choice = pick("attention", request("attention", CPU), mode)
-        assert (choice.kernel.name, choice.why) == (mode, f"attention = '{mode}'")
+        kernel, why = pick("attention", request("attention", CPU), mode)
+        assert (kernel.name, why) == (mode, f"attention = '{mode}'")
     with pytest.raises(UserError, match="choose one of auto, fused, tiled, reference, dense"):
         pick("attention", request("attention", CPU), "flash")
     with pytest.raises(UserError, match="cross_entropy = 'fused' cannot run here: no GPU"):
@@ -127,13 +125,13 @@ def test_everything_that_runs_here_can_be_loaded(card):
 
 
 def test_choices_of_a_model_in_a_line(card):
-    found = choose.choices(SMALL, CPU, SINGLE, HALF, 128)
+    found = choose.choices(SMALL, CPU, SINGLE, HALF)
     assert tuple(found) == IDEAS
     assert found["attention"] == {"kernel": "tiled", "why": "not fused: no GPU"}
     assert choose.in_a_line(found) == (
         "attention tiled, cross-entropy chunked, LayerNorm torch, GELU torch, dropout hash, "
         "projections separate (not fused: no GPU)")
-    named = choose.choices(replace(SMALL, attention="reference"), CPU, SINGLE, SINGLE, 128)
+    named = choose.choices(replace(SMALL, attention="reference"), CPU, SINGLE, SINGLE)
     assert named["attention"] == {"kernel": "reference", "why": "attention = 'reference'"}
 
 
@@ -151,5 +149,5 @@ def test_the_documentation_has_this_table():
 def test_a_kernel_without_a_position_term_gives_way(card, monkeypatch):
     fused, *others = choose.KERNELS
     monkeypatch.setattr(choose, "KERNELS", (fused._replace(terms=1), *others))
-    choice = pick("attention", request("attention"))
-    assert choice.why == "not fused: it lacks a position term; not tiled: it is for cpu"
+    _, why = pick("attention", request("attention"))
+    assert why == "not fused: it lacks a position term; not tiled: it is for cpu"

@@ -17,7 +17,7 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.choose import Request
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLmHead
-from deberta_ds.model.kernels import checks, fused_cross_entropy, kernel_check
+from deberta_ds.model.kernels import checks, fused_cross_entropy
 from deberta_ds.model.kernels.fused_cross_entropy import fused_linear_cross_entropy
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
@@ -69,7 +69,7 @@ def main() -> None:
     pairs = zip(head_gradients("fused"), head_gradients("chunked"), strict=True)
     print(json.dumps([((a - b).norm() / b.norm()).item() for a, b in pairs]), flush=True)
     cpu = torch.device("cpu")
-    found = kernel_check.worst(
+    found = checks.worst(
         checks.cross_entropy(Request(cpu, torch.bfloat16, 24), fused_linear_cross_entropy))
     print(json.dumps({"check": found[0], "poison": poisoned()}), flush=True)
     for rows, size, vocab, valid, temperature, dtype in CASES:

@@ -14,7 +14,7 @@ from interpret_bf16 import patch
 
 from deberta_ds.model.choose import Request
 from deberta_ds.model.dropout import DropoutMask
-from deberta_ds.model.kernels import checks, fused_norm, kernel_check
+from deberta_ds.model.kernels import checks, fused_norm
 
 CPU = torch.device("cpu")
 KEEP = DropoutMask(torch.tensor([3_000_000_000, 17]), round(0.25 * 2**32))
@@ -64,8 +64,8 @@ def main() -> None:
     torch.manual_seed(0)
     fused_norm._NORM_PARTS, fused_norm._GELU_PARTS = 16, 2  # rows in several turns
     for update, state, rows, size in CASES:
-        checks._ROWS = rows
-        error, where = kernel_check.worst(checks.norm(Request(CPU, update, size, state)))
+        checks._STATES = rows
+        error, where = checks.worst(checks.norm(Request(CPU, update, size, state)))
         line = {"dtype": str(update)[6:], "rows": rows, "size": size, "error": error,
                 "of": where, "same_mask": same_mask(rows, size),
                 "repeats": repeats(state, rows, size)}

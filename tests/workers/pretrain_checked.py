@@ -10,17 +10,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import stand_in_checks
-
 from deberta_ds.model import choose
 
-choose._LOADED["stand-in"] = getattr(stand_in_checks, sys.argv.pop(1))
+check = f"stand_in_checks:{sys.argv.pop(1)}"
 node = Path(sys.argv.pop(1), f"node{os.environ['RANK']}")
 node.mkdir()
 os.environ["LOCAL_RANK"], tempfile.tempdir, socket.gethostname = "0", str(node), lambda: node.name
 choose.obstacle = lambda device: ""
 choose.KERNELS = (
-    choose.Kernel("attention", "fused", "attention.reference:reference_attention",
-                  check="stand-in"),
+    choose.Kernel("attention", "fused", ".attention.reference:reference_attention", check=check),
     *(kernel for kernel in choose.KERNELS[1:] if not kernel.check))
 runpy.run_path(str(Path(__file__).parents[2] / "launch/pretrain.py"), run_name="__main__")

@@ -1,13 +1,18 @@
 """Problems that show whether the Triton kernels are right on this GPU, one function per kernel.
 
-Each takes what was asked of `choose.pick`; see `kernel_check` for who solves them, and when.
+Each takes what was asked of `choose.pick`. As a program, which `kernel_check` starts, this solves
+them by the kernels and by torch's operators.
 
-Legend: T target rows, V vocabulary; R rows, C columns; see `attention/dispatch.py` for the others.
+Legend: T target rows, V vocabulary; R rows, C columns; see `model/attention` for the others.
 """
 
-from collections.abc import Callable, Iterator
+import json
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from itertools import compress
+from itertools import compress, product
 from typing import NamedTuple
 
 import torch
@@ -19,59 +24,75 @@ from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import reference_attention
 from deberta_ds.model.choose import Request, load
 from deberta_ds.model.dropout import DropoutMask
-from deberta_ds.model.kernels.kernel_check import Problem
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 GEOMETRY = Geometry(512, 256)  # of every released v2 and v3 model
+# Length, batch and heads of rows: within the relative table's reach, at it, and beyond, which other
+# loops take; so many that the loop of `table_gradient_kernel` runs twice.
+ROWS = ((300, 2, 2), (600, 2, 2), (1100, 2, 2), (100, 24, 32))
 _LEAST_SAME_SAMPLES = 0.99  # the others lie at an edge between two ids
-_ROWS = 1100  # so that programs of the weights' gradients take several turns
+_STATES = 1100  # so that programs of the weights' gradients take several turns
 
 
-class Rows(NamedTuple):
-    """The shape of a problem of attention."""
+class Problem(NamedTuple):
+    """What a kernel and torch's operators compute from the same tensors, these in fp32."""
 
-    length: int
-    gathered: int | None = None  # gathered queries
-    dropout: float = 0.1
-    keep: bool = False  # save the position terms for backward
-    batch: int = 2
-    heads: int = 2
+    what: str
+    kernel: Callable
+    right: Callable
+    values: list[Tensor]
+    names: str = ""  # of the values
+    grad: Tensor | None = None  # of the result; None: it has no gradients
 
 
-# The last one is large enough that the loop of `table_gradient_kernel` runs twice.
-SHORT = (Rows(300), Rows(300, gathered=40), Rows(300, dropout=0.0),
-         Rows(300, gathered=40, dropout=0.0), Rows(300, keep=True), Rows(100, batch=24, heads=32))
-LONG = (Rows(600), Rows(900, keep=True), Rows(1100), Rows(1100, dropout=0.0),
-        Rows(1100, gathered=40), Rows(1100, gathered=40, dropout=0.0))
+def worst(problems: Iterable[Problem]) -> tuple[float, str]:
+    """Return the largest relative error of results and gradients, NaN above all, and of which."""
+    errors = []
+    for what, kernel, right, values, names, grad in problems:
+        both = []
+        for function, given in ((kernel, values), (right, [x.float() for x in values])):
+            leaves = [x.detach().clone().requires_grad_(grad is not None) for x in given]
+            both.append([function(*leaves)])
+            if grad is not None:
+                out = both[-1][0]
+                both[-1] += torch.autograd.grad(out, leaves, grad.to(out.dtype))
+        words = ["result", *(f"gradient of {name}" for name in names.split())]
+        for word, *pair in zip(words, *both, strict=True):
+            found, wanted = (x.double() for x in pair)
+            error = (found - wanted).norm() / (wanted.norm().item() or 1.0)
+            errors.append((error.item(), f"{word} of {what}"))
+    return max(errors, key=lambda item: float("inf") if item[0] != item[0] else item[0])
+
+
+def _random(generator: torch.Generator, device: torch.device, *tensors: tuple) -> list[Tensor]:
+    """Return random tensors of (dtype, *shape) each, the same numbers on every device."""
+    return [torch.randn(shape, generator=generator).to(device, dtype) for dtype, *shape in tensors]
 
 
 def attention(request: Request, fused: Callable | None = None) -> Iterator[Problem]:
-    """Packed rows, all but the first with padding; `request.long` ones have pairs beyond the
-    relative table's reach, which other loops take.
-    """
-    fused = fused or load("kernels.attention:fused_path")
+    """Packed rows, all but the first with padding."""
+    fused = fused or load(".kernels.attention:fused_path")
     device, dtype, size = request[:3]
-    for length, gathered, dropout, keep, batch, heads in LONG if request.long else SHORT:
+    for (length, batch, heads), gathered, dropout, keep in product(
+            ROWS, (None, 40), (0.1, 0.0), (False, True)):
         generator, queries = torch.Generator().manual_seed(length), gathered or length
-        shapes: list[tuple[int, ...]]
-        shapes = [(batch, count, heads, size) for count in (queries, length, length)]
-        shapes += [(heads, GEOMETRY.num_slots, size) for one in request.terms if one]
-        *values, grad = [torch.randn(*shape, generator=generator).to(device, dtype)
-                         for shape in [*shapes, shapes[0]]]
+        grad, *values = _random(
+            generator, device, *((dtype, batch, count, heads, size) for count in (
+                queries, queries, length, length)),
+            *[(dtype, heads, GEOMETRY.num_slots, size)] * sum(request.terms))
         values[:3] = [x.transpose(1, 2) for x in values[:3]]
         segments = torch.ones(batch, length, dtype=torch.int32)
         segments[1:, length // 3 :] = 2
         segments[1:, length - 20 :] = 0
         columns = torch.randint(0, length, (batch, queries), generator=generator).to(device)
-        options = dict(geometry=GEOMETRY, segments_BL=segments.to(device), dropout=dropout,
-                       query_positions_BQ=columns if gathered else None,
-                       seed=torch.ones(1, dtype=torch.int64, device=device))
-        run = partial(_attend, request.terms, options)
+        run = partial(_attend, request.terms, dict(
+            geometry=GEOMETRY, segments_BL=segments.to(device), dropout=dropout,
+            query_positions_BQ=columns if gathered else None,
+            seed=torch.ones(1, dtype=torch.int64, device=device)))
         yield Problem(
             f"attention in {batch} rows of {queries} of {length} tokens",
-            partial(run, partial(fused, keep_terms=True) if keep else fused),
-            partial(run, reference_attention), values,
-            " ".join(["queries keys values", *compress(TERMS, request.terms)]), grad)
+            partial(run, partial(fused, keep_terms=keep)), partial(run, reference_attention),
+            values, " ".join(["queries keys values", *compress(TERMS, request.terms)]), grad)
 
 
 def _attend(terms: tuple[bool, ...], options: dict, function: Callable, *values: Tensor) -> Tensor:
@@ -81,36 +102,33 @@ def _attend(terms: tuple[bool, ...], options: dict, function: Callable, *values:
 
 def cross_entropy(request: Request, fused: Callable | None = None) -> Iterator[Problem]:
     """The vocabulary loss, and the ids that are sampled."""
-    # Under autocast the bias is in fp32, of which Triton compiles another binary.
-    for temperature, valid, of_bias in ((1.0, 990, request.dtype), (0.7, 992, torch.float32)):
-        yield from _loss_at(request, fused or load("kernels.fused_cross_entropy:"
-                                                   "fused_linear_cross_entropy"),
-                            temperature, valid, of_bias)
-
-
-def _loss_at(request: Request, fused: Callable, temperature: float, valid: int,
-             of_bias: torch.dtype) -> Iterator[Problem]:
+    fused = fused or load(".kernels.fused_cross_entropy:fused_linear_cross_entropy")
     device, dtype, size = request[:3]
     generator, (rows, ids) = torch.Generator().manual_seed(size), (300, 1000)
-    hidden, table, bias = (torch.randn(*shape, generator=generator)
-                           for shape in ((rows, size), (ids, size), (ids,)))
-    values = [hidden.to(device, dtype), (table * size**-0.5).to(device, dtype),
-              bias.to(device, of_bias)]
-    labels = torch.randint(0, valid, (rows,), generator=generator).to(device)
+    *values, bias = _random(generator, device, (dtype, rows, size), (dtype, ids, size),
+                            (torch.float32, ids))
+    values[1] *= size**-0.5
+    labels = torch.randint(0, 990, (rows,), generator=generator).to(device)
     uniforms = torch.rand(rows, generator=generator).to(device)
 
-    def run(function: Callable, *values: Tensor) -> tuple[Tensor, Tensor]:
-        loss, _, samples = function(
-            *values, labels, uniforms, temperature=temperature, valid_vocab=valid)
-        return loss, samples
+    def loss(function: Callable, options: dict, *values: Tensor) -> Tensor:
+        return function(*values, labels, uniforms, **options)[0]
 
-    yield Problem(f"the loss at temperature {temperature}", lambda *x: run(fused, *x)[0],
-                  lambda *x: run(linear_cross_entropy, *x)[0], values, "states table bias",
-                  torch.ones((), device=device))
-    right = run(linear_cross_entropy, *(x.float() for x in values))[1]
-    yield Problem(f"the samples at temperature {temperature}",
-                  lambda *x: (run(fused, *x)[1] == right).double().mean() >= _LEAST_SAME_SAMPLES,
-                  lambda *_: torch.ones(()), values)
+    def same(fused: Callable, right: Callable, options: dict, *values: Tensor) -> Tensor:
+        samples = fused(*values, labels, uniforms, **options)[2]
+        wanted = right(*(x.float() for x in values), labels, uniforms, **options)[2]
+        return (samples == wanted).double().mean() >= _LEAST_SAME_SAMPLES
+
+    # Under autocast the bias is in fp32, of which Triton compiles another binary.
+    for temperature, valid, of_bias in ((1.0, 990, dtype), (0.7, 992, torch.float32)):
+        options = dict(temperature=temperature, valid_vocab=valid)
+        given = [*values, bias.to(of_bias)]
+        yield Problem(f"the loss at temperature {temperature}", partial(loss, fused, options),
+                      partial(loss, linear_cross_entropy, options), given, "states table bias",
+                      torch.ones((), device=device))
+        yield Problem(f"the samples at temperature {temperature}",
+                      partial(same, fused, linear_cross_entropy, options),
+                      lambda *_: torch.ones(()), given)
 
 
 def norm(request: Request) -> Iterator[Problem]:
@@ -119,15 +137,14 @@ def norm(request: Request) -> Iterator[Problem]:
 
     device, sublayer, size = request[:3]
     state, inner = request.state or sublayer, 4 * size  # of a feed-forward part
-    generator = torch.Generator().manual_seed(size)
     mask = DropoutMask(torch.tensor([123_456_789, 4_000_000_000], device=device),
                        round(0.1 * 2**32))
-    kept = mask.mask(torch.ones(_ROWS, size, device=device)) * mask.scale
-    shapes = ((sublayer, _ROWS, size), (state, _ROWS, size), (state, size), (state, size),
-              (state, _ROWS, size), (sublayer, _ROWS, inner), (state, inner),
-              (sublayer, _ROWS, inner))
-    *values, grad, wide, inner_bias, wide_grad = [
-        torch.randn(*shape, generator=generator).to(device, dtype) for dtype, *shape in shapes]
+    kept = mask.mask(torch.ones(_STATES, size, device=device)) * mask.scale
+    shapes = ((sublayer, _STATES, size), (state, _STATES, size), (state, size), (state, size),
+              (state, _STATES, size), (sublayer, _STATES, inner), (state, inner),
+              (sublayer, _STATES, inner))
+    *values, grad, wide, inner_bias, wide_grad = _random(
+        torch.Generator().manual_seed(size), device, *shapes)
 
     def fused(dropout: DropoutMask | None, x_RC, y_RC, weight_C, bias_C) -> Tensor:
         once, again = fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, dropout)
@@ -145,3 +162,9 @@ def norm(request: Request) -> Iterator[Problem]:
     yield Problem("GELU", fused_norm.biased_gelu, lambda x, bias: F.gelu(x + bias),
                   [wide, inner_bias], "state bias", wide_grad)
     yield Problem("sums of columns", fused_norm.column_sums, lambda x: x.sum(0), [wide])
+
+
+if __name__ == "__main__":
+    asked, problems = pickle.load(sys.stdin.buffer)
+    with torch.cuda.device(asked.device) if asked.device.type == "cuda" else nullcontext():
+        print(json.dumps(worst(load(problems)(asked))))
