@@ -148,68 +148,51 @@ def add_term(scores: Tensor, x_GXD: Tensor, term: PositionTerm, offset: int, tra
 
     offset: number of the first row, less that of the first column, of the tile of scores.
     """
-    heads, size = len(term.table_HCD), x_GXD.shape[2]
-    columns = scores.shape[1 if transposed else 2]
-    bands = _bands(term, offset, x_GXD.shape[1], columns)
-    shape = None
-    for start, stop, near, far, table_start, table_stop in bands:
-        x = x_GXD[:, start:stop]
-        target = scores[:, :, start:stop] if transposed else scores[:, start:stop]
+    scores_GXY = scores.transpose(1, 2) if transposed else scores
+    heads, (groups, rows, columns) = len(term.table_HCD), scores_GXY.shape
+    for start, stop, near, far, table_start, table_stop in _bands(term, offset, rows, columns):
+        x_HRD = x_GXD[:, start:stop].reshape(heads, -1, x_GXD.shape[2])
+        target = scores_GXY[:, start:stop]
         if far > near:
-            wanted = (stop - start, table_stop - table_start, far - near)
-            if wanted != shape:  # all blocks of one shape share the views
-                shape = wanted
-                buffer = scratch.take("product", (x.shape[0], *shape[:2]), x)
-                product, skewed = buffer.view(heads, -1, shape[1]), skewed_view(buffer, shape[2])
             table = term.table_HDC[:, :, table_start:table_stop]
-            torch.bmm(x.reshape(heads, -1, size), table, out=product)
+            shape = (groups, stop - start, table.shape[2])
+            product = scratch.take("product", shape, x_GXD)
+            torch.bmm(x_HRD, table, out=product.view(heads, -1, shape[2]))
+            values = skewed_view(product, far - near)
             if transposed:  # a transposing copy, then an add: 4 x faster than a transposed add
-                swapped = scratch.take("swapped", (x.shape[0], far - near, stop - start), x)
-                target[:, near:far].add_(swapped.copy_(skewed.transpose(1, 2)))
-            else:
-                target[:, :, near:far].add_(skewed)
+                swapped = scratch.take("swapped", (groups, far - near, stop - start), x_GXD)
+                values = swapped.copy_(values.transpose(1, 2)).transpose(1, 2)
+            target[:, :, near:far].add_(values)
         for end, lo, hi in ((0, 0, near), (-1, far, columns)):
             if hi > lo:
-                constant = x.reshape(heads, -1, size) @ term.table_HCD[:, end, :, None]
-                constant = constant.view(*x.shape[:2], 1)
-                if transposed:
-                    target[:, lo:hi].add_(constant.transpose(1, 2))
-                else:
-                    target[:, :, lo:hi].add_(constant)
+                constant = x_HRD @ term.table_HCD[:, end, :, None]
+                target[:, :, lo:hi].add_(constant.view(groups, -1, 1))
 
 
 def collect_term(grad: Tensor, x_GXD: Tensor, term: PositionTerm, offset: int, transposed: bool,
                  grad_x_GXD: Tensor, grad_table_HCD: Tensor, scratch: Scratch) -> None:
     """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores)."""
-    heads, size = len(term.table_HCD), x_GXD.shape[2]
-    columns = grad.shape[1 if transposed else 2]
-    if transposed:
-        grad = _padded_rows(grad, scratch)
-    bands = _bands(term, offset, x_GXD.shape[1], columns)
-    shape = None
-    for start, stop, near, far, table_start, table_stop in bands:
-        grad_x = grad_x_GXD[:, start:stop]
-        x = x_GXD[:, start:stop].reshape(heads, -1, size)  # all rows of a head share one table
-        source = grad[:, :, start:stop] if transposed else grad[:, start:stop]
+    grad_GXY = _padded_rows(grad, scratch).transpose(1, 2) if transposed else grad
+    heads, (groups, rows, columns) = len(term.table_HCD), grad_GXY.shape
+    for start, stop, near, far, table_start, table_stop in _bands(term, offset, rows, columns):
+        grad_x, source = grad_x_GXD[:, start:stop], grad_GXY[:, start:stop]
+        # All rows of a head share one table.
+        x_HRD = x_GXD[:, start:stop].reshape(heads, -1, x_GXD.shape[2])
         if far > near:
-            wanted = (stop - start, table_stop - table_start, far - near)
-            if wanted != shape:  # all blocks of one shape share the views
-                shape = wanted
-                buffer = scratch.take_skewed((grad.shape[0], *shape[:2]), shape[2], grad)
-                skewed, rows = skewed_view(buffer, shape[2]), buffer.view(heads, -1, shape[1])
-            if transposed:
-                swapped = scratch.take("swapped back", skewed.shape, grad)
-                skewed.copy_(swapped.copy_(source[:, near:far].transpose(1, 2)))
-            else:
-                skewed.copy_(source[:, :, near:far])
             table = term.table_HCD[:, table_start:table_stop]
-            grad_x.add_(torch.bmm(rows, table).view_as(grad_x))
-            part = torch.bmm(rows.transpose(1, 2), x)
-            grad_table_HCD[:, table_start:table_stop].add_(part)
+            shape = (groups, stop - start, table.shape[1])
+            buffer = scratch.take_skewed(shape, far - near, grad)
+            values = source[:, :, near:far]
+            if transposed:
+                values = scratch.take("swapped back", values.shape, grad).copy_(values)
+            skewed_view(buffer, far - near).copy_(values)
+            rows_HRC = buffer.view(heads, -1, shape[2])
+            grad_x.add_(torch.bmm(rows_HRC, table).view_as(grad_x))
+            grad_table_HCD[:, table_start:table_stop].add_(
+                torch.bmm(rows_HRC.transpose(1, 2), x_HRD))
         for end, lo, hi in ((0, 0, near), (-1, far, columns)):
             if hi > lo:
-                part = source[:, lo:hi].sum(1) if transposed else source[:, :, lo:hi].sum(2)
-                part = part.view(heads, 1, -1)
-                outer = part.transpose(1, 2) * term.table_HCD[:, end, None]
+                part_H1R = source[:, :, lo:hi].sum(2).view(heads, 1, -1)
+                outer = part_H1R.transpose(1, 2) * term.table_HCD[:, end, None]
                 grad_x.add_(outer.view_as(grad_x))
-                grad_table_HCD[:, end, None].add_(torch.bmm(part, x))
+                grad_table_HCD[:, end, None].add_(torch.bmm(part_H1R, x_HRD))

@@ -63,12 +63,6 @@ class Group:
         """Return this group's part [G,Y,...] of a tensor [B,H,L,...]; a view of a single row."""
         return self.part(tensor)[:, :, self.span.start : self.span.stop].flatten(0, 1)
 
-    def new_keys(self, tensor: Tensor) -> Tensor:
-        """Return zeros in the shape of `keys_of`."""
-        part = self.part(tensor)
-        keys = self.span.stop - self.span.start
-        return tensor.new_zeros(part.shape[0] * part.shape[1], keys, *part.shape[3:])
-
     def store_keys(self, tensor: Tensor, value: Tensor) -> None:
         """Write this group's part of a tensor [B,H,L,...]."""
         part = self.part(tensor)[:, :, self.span.start : self.span.stop]

@@ -20,7 +20,7 @@ from deberta_ds.model.attention.dropout import random_bits
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.segments import SHORT_ROWS, KeySpan, split_into_spans
-from deberta_ds.model.attention.skew import PositionTerm, Scratch, make_term, own_scratch
+from deberta_ds.model.attention.skew import PositionTerm, make_term, own_scratch
 from deberta_ds.model.attention.tile import (
     ROWS_ARE_KEYS,
     Gradients,
@@ -91,13 +91,16 @@ class _TiledAttention(torch.autograd.Function):
         kept = iter(saved[ctx.leaves:])
         setting = ctx.setting
         inputs = _prepare(setting, q_BHQD, k_BHLD, v_BHLD, *tables)
-        q_grad = _zeros_flat(q_BHQD)
-        k_grad, v_grad = (_zeros_flat(x) for x in (k_BHLD, v_BHLD))
-        sums = [_table_sums(term, f"table {number}", inputs.scratch)
-                for number, term in enumerate(inputs.terms)]
+        q_grad, k_grad, v_grad = map(_zeros_flat, (q_BHQD, k_BHLD, v_BHLD))
+        wide = q_BHQD.new_empty(0, dtype=torch.promote_types(q_BHQD.dtype, torch.float32))
+        sums = [None if term is None else inputs.scratch.take(
+            f"table {number}", term.table_HCD.shape, wide).zero_()
+            for number, term in enumerate(inputs.terms)]
         for group in groups(setting.spans, q_BHQD):
-            total = Gradients(group.new_keys(k_BHLD), group.new_keys(v_BHLD),
-                              [None if x is None else x[group.heads] for x in sums])
+            total = Gradients(
+                k_BHLD.new_zeros(group.keys_of(k_BHLD).shape),
+                v_BHLD.new_zeros(group.keys_of(v_BHLD).shape),
+                [None if x is None else x[group.heads] for x in sums])
             with _matmuls_of(group.span, k_BHLD.shape[2]):
                 for tile in group.tiles():
                     probs = next(kept) if _is_kept(group.span) else probabilities(inputs, tile)
@@ -105,7 +108,8 @@ class _TiledAttention(torch.autograd.Function):
                     tile.store_queries(q_grad, part)
             group.store_keys(k_grad, total.k_GYD)
             group.store_keys(v_grad, total.v_GYD)
-        grads = [_table_gradient(term, x, inputs.scale, table)
+        grads = [None if term is None or x is None else
+                 _table_gradient(term, x.mul_(inputs.scale), table)
                  for term, x, table in zip(inputs.terms, sums, tables, strict=True)]
         return None, q_grad, k_grad, v_grad, *grads
 
@@ -139,18 +143,7 @@ def _zeros_flat(tensor_BHRD: Tensor) -> Tensor:
                             ).transpose(1, 2)
 
 
-def _table_sums(term: PositionTerm | None, use: str, scratch: Scratch) -> Tensor | None:
-    """Return zeros [H,C,D] to sum a table's gradient in, fp32 or wider."""
-    if term is None:
-        return None
-    dtype = torch.promote_types(term.table_HCD.dtype, torch.float32)
-    like = term.table_HCD.new_empty(0, dtype=dtype)
-    return scratch.take(use, term.table_HCD.shape, like).zero_()
-
-
-def _table_gradient(term: PositionTerm | None, sum_HCD, scale: float, table_HSD) -> Tensor | None:
-    """Return the gradient of a relative table from that of its scaled expansion."""
-    if term is None:
-        return None
-    grad_HSD = sum_HCD.new_zeros(table_HSD.shape)  # added to in a fixed order
-    return grad_HSD.index_add_(1, term.slots_C, sum_HCD.mul_(scale)).to(table_HSD.dtype)
+def _table_gradient(term: PositionTerm, sum_HCD: Tensor, table_HSD: Tensor) -> Tensor:
+    """Return the gradient of a relative table from that of its expansion, in a fixed order."""
+    grad_HSD = sum_HCD.new_zeros(table_HSD.shape)
+    return grad_HSD.index_add_(1, term.slots_C, sum_HCD).to(table_HSD.dtype)
