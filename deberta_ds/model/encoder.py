@@ -81,16 +81,17 @@ class Attention(nn.Module):
         projections = self._position_projections(relative_SC)
         inputs, linears = [hidden_BLC], [self.query, self.key, self.value]
         if projections:
-            relative_SC = self.relative_dropout(relative_SC, key)
             inputs.append(relative_SC)
             linears += [x for x in projections.values() if x not in linears]
         shared = fused_projections.find(inputs, linears)
         if shared is None:
-            keys_values = self._project_keys_values(hidden_BLC, projections, relative_SC)
+            keys_values = self.project_keys_values(hidden_BLC, relative_SC, key)
             return self.project_queries(hidden_BLC), keys_values
+        if projections:
+            inputs[1] = self.relative_dropout(relative_SC, key)
         pairs = [(0, 0), (0, 1), (0, 2), *((1, linears.index(x)) for x in projections.values())]
         queries, keys, values, *rows = shared(inputs, linears, pairs)
-        tables = dict(zip(projections, map(self._table, rows), strict=True))
+        tables = dict(zip(projections, map(self._heads, rows), strict=True))
         return self._heads(queries), KeysValues(
             self._heads(keys), self._heads(values), *map(tables.get, TERMS))
 
@@ -100,11 +101,7 @@ class Attention(nn.Module):
         projections = self._position_projections(relative_SC)
         if projections:
             relative_SC = self.relative_dropout(relative_SC, key)
-        return self._project_keys_values(hidden_BLC, projections, relative_SC)
-
-    def _project_keys_values(self, hidden_BLC: Tensor, projections: dict[str, nn.Linear],
-                             relative_SC: Tensor | None) -> KeysValues:
-        tables = {term: self._table(x(relative_SC)) for term, x in projections.items()}
+        tables = {term: self._heads(x(relative_SC)) for term, x in projections.items()}
         keys, values = self._heads(self.key(hidden_BLC)), self._heads(self.value(hidden_BLC))
         return KeysValues(keys, values, *map(tables.get, TERMS))
 
@@ -140,22 +137,18 @@ class Attention(nn.Module):
                              query_positions_BQ=columns_BQ, mode=self.config.attention)
         return keys_values._replace(position_query=term)
 
-    def _heads(self, hidden_BLC: Tensor) -> Tensor:
-        return hidden_BLC.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
-
-    def _table(self, rows_SC: Tensor) -> Tensor:
-        return rows_SC.unflatten(-1, (self.config.num_heads, -1)).transpose(0, 1)
+    def _heads(self, rows: Tensor) -> Tensor:
+        """Return [..., H, R, D] of rows [..., R, C]."""
+        return rows.unflatten(-1, (self.config.num_heads, -1)).transpose(-3, -2)
 
     def _position_projections(self, relative_SC: Tensor | None) -> dict[str, nn.Linear]:
         """Return the projections of the relative table, by position term."""
         if relative_SC is None:
             return {}
-        if self.config.share_position_projections:
-            found = {"c2p": self.key, "p2c": self.query}
-        else:
-            found = {"c2p": getattr(self, "position_key", None),
-                     "p2c": getattr(self, "position_query", None)}
-        return {term: found[term] for term in TERMS if term in self.config.position_terms}
+        prefix = "" if self.config.share_position_projections else "position_"
+        names = {"c2p": f"{prefix}key", "p2c": f"{prefix}query"}
+        return {term: getattr(self, names[term]) for term in TERMS
+                if term in self.config.position_terms}
 
 
 class Layer(nn.Module):
