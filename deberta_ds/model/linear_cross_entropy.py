@@ -47,9 +47,7 @@ def linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, l
     temperature: a number, or a scalar tensor on the device.
     valid_vocab: ids from here up are never predicted (probability 0, gradient 0).
     """
-    size = weight_VC.shape[0] if valid_vocab is None else valid_vocab
-    if not 0 < size <= weight_VC.shape[0]:
-        raise ValueError(f"valid_vocab {size} is not in 1..{weight_VC.shape[0]}")
+    size = count_predicted(weight_VC, valid_vocab)
     if not isinstance(temperature, Tensor) and temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     if labels_T.is_cpu:
@@ -61,6 +59,14 @@ def linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, l
     spans = [(start, min(start + chunk, size)) for start in range(0, size, chunk)]
     return _LinearCrossEntropy.apply(
         hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, spans)
+
+
+def count_predicted(weight_VC: Tensor, valid_vocab: int | None) -> int:
+    """Return how many ids may be predicted."""
+    size = weight_VC.shape[0] if valid_vocab is None else valid_vocab
+    if not 0 < size <= weight_VC.shape[0]:
+        raise ValueError(f"valid_vocab {size} is not in 1..{weight_VC.shape[0]}")
+    return size
 
 
 def check_labels(labels_T: Tensor, size: int) -> None:
@@ -102,16 +108,21 @@ class _Logits:
         return part_NC if self.cast_NC is None else self.cast_NC[: end - start].copy_(part_NC)
 
     def products(self, weight_NC: Tensor) -> Tensor:
-        """Return new [T,N]; the CPU has no half-precision product with an fp32 result."""
-        if self.hidden_TC.is_cuda and self.hidden_TC.dtype != self.dtype:
-            return torch.mm(self.hidden_TC, weight_NC.t(), out_dtype=self.dtype)
-        return self.hidden_TC @ weight_NC.t()
+        """Return new [T,N]."""
+        return wide_product(self.hidden_TC, weight_NC.t())
 
     def of(self, products_TN: Tensor, start: int, end: int) -> Tensor:
         """Return the logits [T,N] in the wide dtype, to be worked on in place."""
         rows = self.hidden_TC.shape[0]
         logits_TN = self._buffer[: rows * (end - start)].view(rows, end - start)
         return torch.add(products_TN, self._bias_V[start:end].to(self.dtype), out=logits_TN)
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right, in fp32 at least; of 16 bits on a CPU, which has no such product."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

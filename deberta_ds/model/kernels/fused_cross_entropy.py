@@ -17,8 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deberta_ds.model.kernels.attention.tiles import capability_of
-from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
-from deberta_ds.model.linear_cross_entropy import sample_chunks, sum_of_targets
+from deberta_ds.model.kernels.operators import ceil_div, operator
+from deberta_ds.model.linear_cross_entropy import (
+    count_predicted,
+    sample_chunks,
+    sum_of_targets,
+    wide_product,
+)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
@@ -144,19 +149,14 @@ def fused_linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Ten
 
     hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter.
     """
-    valid = weight_VC.shape[0] if valid_vocab is None else valid_vocab
-    if max(hidden_TC.numel(), weight_VC.numel()) >= 1 << 31:
-        raise ValueError("the kernels count elements in 32 bits: too many rows or ids")
-    if not 0 < valid <= weight_VC.shape[0]:
-        raise ValueError(f"valid_vocab {valid} is not in 1..{weight_VC.shape[0]}")
+    valid = count_predicted(weight_VC, valid_vocab)
     device = hidden_TC.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden_TC, weight_VC = hidden_TC.to(dtype), weight_VC.to(dtype)
-    with on_device_of(hidden_TC):
-        return _FusedLinearCrossEntropy.apply(
-            hidden_TC.contiguous(), weight_VC.contiguous(), bias_V.contiguous(),
-            labels_T.contiguous(), uniforms_T, temperature, valid)
+    return _FusedLinearCrossEntropy.apply(
+        hidden_TC.contiguous(), weight_VC.contiguous(), bias_V.contiguous(),
+        labels_T.contiguous(), uniforms_T, temperature, valid)
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -194,22 +194,14 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         scale_T = torch.where(labels_T >= 0, grad_loss.float(), 0.0)
         for start in range(0, ctx.valid if rows else 0, chunk):
             count = min(chunk, vocab - start)
-            with on_device_of(hidden_TC):
-                padded_TN, grad_bias_V[start : start + count] = loss_gradient(
-                    hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_T, ctx.valid, start,
-                    count)
+            padded_TN, grad_bias_V[start : start + count] = loss_gradient(
+                hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_T, ctx.valid, start,
+                count)
             grad_TN = padded_TN[:, :count]
-            grad_hidden_TC += _wide_product(grad_TN, weight_VC[start : start + count])
+            grad_hidden_TC += wide_product(grad_TN, weight_VC[start : start + count])
             if ctx.needs_input_grad[1]:  # not of a frozen table
                 torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start : start + count])
         return grad_hidden_TC.to(hidden_TC.dtype), grad_weight_VC, grad_bias_V, *[None] * 4
-
-
-def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right in fp32, which a CPU does not have of 16-bit factors."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
 
 
 def _empty_tiles(_hidden_TC, _weight_VC, _bias_V, labels_T: Tensor, inverse_1: Tensor | None,

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from deberta_ds.model.dropout import MIX_1, MIX_2
-from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
+from deberta_ds.model.kernels.operators import ceil_div, operator
 
 _NORM_PARTS, _GELU_PARTS = 1024, 64  # a program of LayerNorm's gradient is one warp at most widths
 _GELU_ROWS, _GELU_GRADIENT_ROWS, _GELU_COLUMNS = 16, 8, 256
@@ -219,9 +219,8 @@ def _row_constants(residual: Tensor, key: Tensor | None, of_warp: int = 256) -> 
 class _ResidualNorm(Function):
     @staticmethod
     def forward(ctx, sublayer, residual, weight, bias, epsilon, key, threshold, keep_scale):
-        with on_device_of(residual):
-            out, *saved = _norm(sublayer, residual, weight, bias, epsilon, key, threshold,
-                                keep_scale)
+        out, *saved = _norm(sublayer, residual, weight, bias, epsilon, key, threshold,
+                            keep_scale)
         ctx.save_for_backward(*saved, weight, sublayer.new_empty(0), key)
         ctx.numbers, ctx.bias_dtype = (threshold, keep_scale), bias.dtype
         ctx.set_materialize_grads(False)
@@ -234,10 +233,9 @@ class _ResidualNorm(Function):
         if not given:
             return (None,) * 8
         summed, means, inverses, weight, like_sublayer, key = ctx.saved_tensors
-        with on_device_of(summed):
-            sublayer, residual, parts = _norm_gradients(
-                given[0], given[1] if len(given) > 1 else None, summed, means, inverses, weight,
-                like_sublayer, key, *ctx.numbers)
+        sublayer, residual, parts = _norm_gradients(
+            given[0], given[1] if len(given) > 1 else None, summed, means, inverses, weight,
+            like_sublayer, key, *ctx.numbers)
         if not sublayer.numel():
             sublayer = residual.to(like_sublayer.dtype)
         weight_grad, bias_grad = parts.sum(0).to(weight.dtype)
@@ -281,15 +279,13 @@ class _Dropout(Function):
     def forward(ctx, x, key, threshold, keep_scale):
         ctx.save_for_backward(key)
         ctx.numbers = threshold, keep_scale
-        with on_device_of(x):
-            return _dropout(x, key, threshold, keep_scale)
+        return _dropout(x, key, threshold, keep_scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (key,) = ctx.saved_tensors
-        with on_device_of(grad):
-            return _dropout(grad.contiguous(), key, *ctx.numbers), None, None, None
+        return _dropout(grad.contiguous(), key, *ctx.numbers), None, None, None
 
 
 def dropout(x: Tensor, mask) -> Tensor:
@@ -332,10 +328,9 @@ def column_sums(x_RC: Tensor) -> Tensor:
     rows, size = x_RC.shape
     parts_PC = x_RC.new_empty(min(ceil_div(rows, _SUM_ROWS), _SUM_PARTS), size, dtype=float32)
     sums_C, grid = x_RC.new_empty(size), ceil_div(size, _GELU_COLUMNS)
-    with on_device_of(x_RC):
-        for of, to, parts in ((x_RC, parts_PC, len(parts_PC)), (parts_PC, sums_C, 1)):
-            _column_sum_kernel[(parts, grid)](of, to, len(of), C=size, BR=_SUM_ROWS,
-                                              BC=_GELU_COLUMNS)
+    for of, to, parts in ((x_RC, parts_PC, len(parts_PC)), (parts_PC, sums_C, 1)):
+        _column_sum_kernel[(parts, grid)](of, to, len(of), C=size, BR=_SUM_ROWS,
+                                          BC=_GELU_COLUMNS)
     return sums_C
 
 
@@ -343,15 +338,13 @@ class _BiasedGelu(Function):
     @staticmethod
     def forward(ctx, x_RC, bias_C):
         ctx.save_for_backward(x_RC, bias_C)
-        with on_device_of(x_RC):
-            return _gelu(x_RC, bias_C)
+        return _gelu(x_RC, bias_C)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RC):
         x_RC, bias_C = ctx.saved_tensors
-        with on_device_of(x_RC):
-            found, parts = _gelu_gradients(grad_RC.contiguous(), x_RC, bias_C)
+        found, parts = _gelu_gradients(grad_RC.contiguous(), x_RC, bias_C)
         return found, parts.sum(0).to(bias_C.dtype)
 
 

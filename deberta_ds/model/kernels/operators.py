@@ -6,7 +6,7 @@ counted: by torch.compile, on fake tensors, under a dispatch mode.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import wraps
 
 import torch
@@ -17,10 +17,16 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
     """Return a decorator that makes the torch operator deberta_ds::name of a function.
 
-    The function's first argument is a tensor. fake: returns empty results from the same arguments.
+    The function's first argument is a tensor: Triton launches on the current device, so that of
+    this tensor is made it. fake: returns empty results from the same arguments.
     """
     def decorate(function: Callable) -> Callable:
-        traced = torch.library.custom_op(f"deberta_ds::{name}", function, mutates_args=())
+        @wraps(function)
+        def launch(first: Tensor, *others):
+            with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+                return function(first, *others)
+
+        traced = torch.library.custom_op(f"deberta_ds::{name}", launch, mutates_args=())
         traced.register_fake(fake)
 
         @wraps(function)
@@ -28,14 +34,9 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
             if (torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or first.is_meta
                     or type(first) not in (Tensor, torch.nn.Parameter)):
                 return traced(first, *others)
-            return function(first, *others)
+            return launch(first, *others)
         return call
     return decorate
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Return the context for launches: Triton launches on the current device, not the tensors'."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def is_captured(x: Tensor) -> bool:

@@ -19,7 +19,7 @@ from deberta_ds.model.kernels.attention.tiles import (
     choose_tile,
     rows_tile,
 )
-from deberta_ds.model.kernels.operators import ceil_div, on_device_of, operator
+from deberta_ds.model.kernels.operators import ceil_div, operator
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
 # key_facts int32 [7,B,L]: segment, first and last + 1 query column of the segment; the same of all
@@ -36,8 +36,7 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        with on_device_of(inputs[0]):
-            results = attention_forward(*inputs)
+        results = attention_forward(*inputs)
         ctx.save_for_backward(*results, *inputs[:9])
         ctx.numbers = inputs[9:]
         return results[0]
@@ -48,9 +47,8 @@ class FusedAttention(torch.autograd.Function):
         *results, q, k, v, c2p_table, p2c_table, p2c, query_facts, key_facts, seed = \
             ctx.saved_tensors
         given = (c2p_table, p2c_table, p2c)
-        with on_device_of(q):
-            found = attention_backward(
-                grad, results, q, k, v, *given, query_facts, key_facts, seed, *ctx.numbers)
+        found = attention_backward(
+            grad, results, q, k, v, *given, query_facts, key_facts, seed, *ctx.numbers)
         rest = [None if t is None else g for t, g in zip(given, found[3:], strict=True)]
         return *found[:3], *rest, *[None] * 7
 
@@ -221,15 +219,13 @@ class GatheredBias(torch.autograd.Function):
     def forward(ctx, *inputs):
         ctx.save_for_backward(*inputs[:4])
         ctx.reach = inputs[4]
-        with on_device_of(inputs[0]):
-            return gathered_bias(*inputs)
+        return gathered_bias(*inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         saved = ctx.saved_tensors  # once: a checkpointed tensor is there for one reading
-        with on_device_of(grad):
-            found = gathered_bias_backward(grad, *saved, ctx.reach)
+        found = gathered_bias_backward(grad, *saved, ctx.reach)
         return *found, *[None] * 4
 
 
