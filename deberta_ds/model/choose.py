@@ -145,13 +145,15 @@ def pick(idea: str, request: Request, mode: str = "auto") -> tuple[Kernel, str]:
 
 def _problem(kernel: Kernel, request: Request) -> str:
     """Return what keeps a kernel from running, or an empty string."""
-    size = request.size
-    if kernel.check and (missing := obstacle(request.device)):
-        return missing
-    if kernel.device not in ("", request.device.type) and not interpreted():
+    size, emulated, device = request.size, interpreted(), request.device
+    if kernel.check and os.environ.get(OFF) == "0":
+        return f"{OFF}=0"
+    if kernel.device not in ("", device.type) and not emulated:
         return "no GPU" if kernel.device == "cuda" else f"it is for {kernel.device}"
+    if kernel.check and not emulated and torch.cuda.get_device_capability(device) < OLDEST:
+        return "the card has no compute capability {}.{}".format(*OLDEST)
     # On a card, attention's tiles do not fit into registers in fp32.
-    known = {*kernel.dtypes, *([torch.float32] if interpreted() else [])}
+    known = {*kernel.dtypes, *([torch.float32] if emulated else [])}
     if kernel.dtypes and (unknown := {request.dtype, request.state or request.dtype} - known):
         return f"it takes {names_of(kernel.dtypes)}, not {names_of(tuple(unknown))}"
     if kernel.device and request.obstacle:
@@ -159,21 +161,9 @@ def _problem(kernel: Kernel, request: Request) -> str:
     if size > kernel.largest:
         what = "heads of {} are" if kernel.idea == "attention" else "hidden size {} is"
         return f"{what.format(size)} larger than {kernel.largest}"
-    if size % kernel.multiple and not interpreted():
+    if size % kernel.multiple and not emulated:
         return f"hidden size {size} is no multiple of {kernel.multiple}"
     return "it lacks a position term" if any(request.terms[kernel.terms:]) else ""
-
-
-def obstacle(device: torch.device) -> str:
-    """Return what keeps any Triton kernel from running on a device, or an empty string."""
-    if os.environ.get(OFF) == "0":
-        return f"{OFF}=0"
-    if interpreted():
-        return ""
-    if device.type != "cuda":
-        return "no GPU"
-    old = torch.cuda.get_device_capability(device) < OLDEST
-    return "the card has no compute capability {}.{}".format(*OLDEST) if old else ""
 
 
 def interpreted() -> bool:

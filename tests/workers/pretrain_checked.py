@@ -16,7 +16,8 @@ check = f"stand_in_checks:{sys.argv.pop(1)}"
 node = Path(sys.argv.pop(1), f"node{os.environ['RANK']}")
 node.mkdir()
 os.environ["LOCAL_RANK"], tempfile.tempdir, socket.gethostname = "0", str(node), lambda: node.name
-choose.obstacle = lambda device: ""
+problem = choose._problem
+choose._problem = lambda kernel, asked: "" if kernel.check else problem(kernel, asked)
 choose.KERNELS = (
     choose.Kernel("attention", "fused", ".attention.reference:reference_attention", check=check),
     *(kernel for kernel in choose.KERNELS[1:] if not kernel.check))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deberta_ds.model.attention.dense import attend_cls
 from deberta_ds.model.attention.geometry import Geometry, make_band, padded
-from deberta_ds.model.choose import MOST_ELEMENTS, find, load
+from deberta_ds.model.choose import MOST_ELEMENTS, find
 
 __all__ = ["Geometry", "attend", "attend_cls", "gathered_term"]
 _MOST_PROGRAMS = 65_535  # along the second axis of a launch: one for each sequence and head
@@ -56,9 +56,10 @@ def gathered_term(k_BHLD: Tensor, *tables: Tensor | None, geometry: Geometry, se
     name, _ = _find(k_BHLD, query_positions_BQ.shape[1], tables, geometry, mode)
     if name != "fused":
         return tables[1]
-    return load(".kernels.attention:gathered_term")(
-        k_BHLD, *tables, geometry=geometry, segments_BL=segments,
-        query_positions_BQ=query_positions_BQ)
+    from deberta_ds.model.kernels import attention
+
+    return attention.gathered_term(k_BHLD, *tables, geometry=geometry, segments_BL=segments,
+                                   query_positions_BQ=query_positions_BQ)
 
 
 def _find(k_BHLD: Tensor, queries: int, tables: tuple[Tensor | None, ...], geometry: Geometry,
