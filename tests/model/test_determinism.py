@@ -77,17 +77,15 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def batch_of_packed_rows():
-    generator = np.random.default_rng(5)
-    rows = []
-    for number in range(3):
-        ids = generator.integers(4, 190, 40)
-        labels = np.full(40, -100)
-        targets = generator.choice(40, 4 + number, replace=False)
-        labels[targets], ids[targets] = ids[targets], 3
+def batch_of_packed_rows(seed=5, targets=(4, 5, 6), slots=0):
+    generator, rows = np.random.default_rng(seed), []
+    for number, count in enumerate(targets):
+        ids, labels = generator.integers(4, 190, 40), np.full(40, -100)
+        columns = generator.choice(40, count, replace=False)
+        labels[columns], ids[columns] = ids[columns], 3
         segments = np.repeat([1, 2, 0], [25, 12, 3]).astype(np.int32)
         positions = np.concatenate([np.arange(25), np.arange(12), np.arange(3)]).astype(np.int32)
-        rows.append(Row(number, ids, labels, segments, positions))
+        rows.append(Row(number, ids, labels, segments, positions, slots))
     return collate(rows)
 
 

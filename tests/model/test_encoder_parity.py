@@ -205,25 +205,6 @@ def test_masked_lm_without_decoder_equals_transformers_head():
     assert relative_error(logits, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_replaced_token_head_equals_rebuild(length):
-    config = FAMILIES["v3"]
-    backbone = random_values(Backbone(config)).eval()
-    head = random_values(ReplacedTokenHead(config)).eval()
-    theirs = hugging_face(config, backbone.state_dict())
-    ids, mask = padded_batch(length)
-    positions = torch.arange(length).expand(3, length)
-    with torch.no_grad():
-        logits = head(backbone(ids, mask), positions)
-        states = theirs(ids, attention_mask=mask).last_hidden_state
-        mixed = F.layer_norm(states[:, :1] + states, (config.hidden_size,), head.norm.weight,
-                             head.norm.bias, config.norm_eps)
-        mixed = F.gelu(F.linear(mixed, head.dense.weight, head.dense.bias))
-        expected = F.linear(mixed, head.classifier.weight, head.classifier.bias).squeeze(-1)
-    real = mask.bool()
-    assert relative_error(logits[real], expected[real]) <= 1e-5
-
-
 CONFIG = dataclasses.replace(FAMILIES["v2_conv"], hidden_dropout=0.25,
                              attention_dropout=0.125)
 

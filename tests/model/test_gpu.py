@@ -7,45 +7,76 @@ import shutil
 
 import pytest
 import torch
+from attention_cases import SMALL_BUCKETS, V1, V3, Case, relative_errors, run
+
+from deberta_ds.config.model import MODELS
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model.choose import Request
+from deberta_ds.model.kernels import checks, kernel_check
+from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+TWO_ROWS = torch.tensor([[1] * 300 + [2] * 130 + [0] * 82, [1] * 512])
+
+
+def worst(case: Case, dtype=torch.bfloat16, mode="fused", keep=False, device="cuda",
+          reference="cpu") -> float:
+    """Return the largest relative error of two runs, which are equal bit for bit."""
+    truth = [x.cpu() for x in run(case, "reference", torch.float64, reference)]
+    result, again = (run(case, mode, dtype, device, keep) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+    return max(relative_errors(result, truth))
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("size", "queries"), [(64, None), (64, 40), (32, None), (128, None)])
 def test_attention_in_bf16(size, queries, keep):
-    from attention_cases import SMALL_BUCKETS, V1, Case, relative_errors, run
-
-    segments = torch.tensor([[1] * 300 + [2] * 130 + [0] * 82, [1] * 512])
     for geometry in (SMALL_BUCKETS, V1):
-        case = Case(geometry, segments, num_queries=queries, dropout=0.1, size=size)
-        truth = run(case, "reference", torch.float64)
-        result = run(case, "fused", torch.bfloat16, "cuda", keep)
-        again = run(case, "fused", torch.bfloat16, "cuda", keep)
-        assert max(relative_errors(result, truth)) < 1.5e-2
-        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+        case = Case(geometry, TWO_ROWS, num_queries=queries, dropout=0.1, size=size)
+        assert worst(case, keep=keep) < 1.5e-2
 
 
 @pytest.mark.parametrize("queries", [None, 40])
-@pytest.mark.parametrize(("geometry", "length"), [("V3", 512), ("V3", 901), ("V1", 300)])
+@pytest.mark.parametrize(("geometry", "length"), [(V3, 512), (V3, 901), (V1, 300)])
 def test_what_runs_without_triton(geometry, length, queries):
-    import attention_cases
-    from attention_cases import Case, relative_errors, run
-
     segments = torch.tensor([[1] * (length - 90) + [2] * 50 + [0] * 40, [1] * length])
-    case = Case(getattr(attention_cases, geometry), segments, num_queries=queries, dropout=0.1)
-    truth = run(case, "reference", torch.float64)
+    case = Case(geometry, segments, num_queries=queries, dropout=0.1)
     for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        result, again = (run(case, "dense", dtype, "cuda") for _ in range(2))
-        assert max(relative_errors(result, truth)) < allowed
-        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+        assert worst(case, dtype, "dense") < allowed
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16])  # Triton would compile 1 and 16 otherwise
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_rows_within_the_relative_table(size, heads):
+    segments = torch.tensor([[1] * 200 + [2] * 80 + [0] * 20, [1] * 300])
+    assert worst(Case(V3, segments, dropout=0.1, heads=heads, size=size)) < 1.5e-2
+
+
+@pytest.mark.parametrize("terms", ["key", "query", "none"])
+def test_single_terms_in_fp16(terms):
+    case = Case(SMALL_BUCKETS, TWO_ROWS, dropout=0.1, size=16, terms=terms)
+    assert worst(case, torch.float16) < 2e-3
+
+
+# Tiles change at 640 and 1,024.
+@pytest.mark.parametrize(("length", "more"), [
+    (641, {}), (1000, {}), (2048, {}), (8192, {}), (2048, {"num_queries": 300, "dropout": 0.0})])
+def test_long_rows_in_bf16(length, more):
+    row = torch.ones(1, length, dtype=torch.int32)
+    case = Case(V3, row, **{"dropout": 0.1, "heads": 1, "size": 64} | more)
+    assert worst(case, reference="cuda") < 1.5e-2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_card_than_the_current_one():
+    case = Case(V3, torch.ones(1, 300, dtype=torch.int32), dropout=0.1, size=64)
+    with torch.cuda.device(0):
+        assert worst(case, device="cuda:1") < 1.5e-2
 
 
 @pytest.mark.parametrize("chunk", [None, 512])
 def test_the_masked_lms_loss_in_fp32(chunk):
-    from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
-
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*shape, generator=generator) for shape in
                ((77, 48), (5000, 48), (5000,))]
@@ -59,64 +90,17 @@ def test_the_masked_lms_loss_in_fp32(chunk):
         assert (result.cpu().double() - exact).norm() < 1e-5 * exact.norm()
 
 
-@pytest.mark.parametrize("heads", [1, 2, 16])  # Triton would compile 1 and 16 otherwise
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_rows_within_the_relative_table(size, heads):
-    from attention_cases import V3, Case, relative_errors, run
-
-    segments = torch.tensor([[1] * 200 + [2] * 80 + [0] * 20, [1] * 300])
-    case = Case(V3, segments, dropout=0.1, heads=heads, size=size)
-    truth = run(case, "reference", torch.float64)
-    assert max(relative_errors(run(case, "fused", torch.bfloat16, "cuda"), truth)) < 1.5e-2
-
-
 @pytest.mark.parametrize("width", [100, 384, 768, 1536])
 @pytest.mark.parametrize(("update", "hidden"), [
     (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
     (torch.float16, torch.float16), (torch.float32, torch.float32)])
 def test_layer_norm_and_gelu(update, hidden, width):
-    from deberta_ds.model.choose import Request
-    from deberta_ds.model.kernels import checks, kernel_check
-
     error, where = checks.worst(
         checks.norm(Request(torch.device("cuda"), update, width, hidden)))
     assert error <= kernel_check.TOLERANCES[update], where
 
 
-@pytest.mark.parametrize("terms", ["key", "query", "none"])
-def test_single_terms_in_fp16(terms):
-    from attention_cases import SMALL_BUCKETS, Case, relative_errors, run
-
-    segments = torch.tensor([[1] * 300 + [2] * 130 + [0] * 82, [1] * 512])
-    case = Case(SMALL_BUCKETS, segments, dropout=0.1, size=16, terms=terms)
-    truth = run(case, "reference", torch.float64)
-    assert max(relative_errors(run(case, "fused", torch.float16, "cuda"), truth)) < 2e-3
-
-
-def test_few_queries_of_a_long_row():
-    from attention_cases import V3, Case, relative_errors, run
-
-    case = Case(V3, torch.ones(1, 2048, dtype=torch.int32), num_queries=300, heads=1, size=64)
-    truth = run(case, "reference", torch.float64, "cuda")
-    result = run(case, "fused", torch.bfloat16, "cuda")
-    assert max(relative_errors(result, [x.cpu() for x in truth])) < 1.5e-2
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensors_on_another_card_than_the_current_one():
-    from attention_cases import V3, Case, relative_errors, run
-
-    case = Case(V3, torch.ones(1, 300, dtype=torch.int32), dropout=0.1, size=64)
-    truth = run(case, "reference", torch.float64)
-    with torch.cuda.device(0):
-        result = run(case, "fused", torch.bfloat16, "cuda:1")
-    assert max(relative_errors(result, truth)) < 1.5e-2
-
-
 def test_the_check_of_auto_passes_in_seconds(monkeypatch, tmp_path):
-    from deberta_ds.model.choose import Request
-    from deberta_ds.model.kernels import kernel_check
-
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for when in ("compiles", "compiled", "kept"):
         found = kernel_check.check(Request(torch.device("cuda"), torch.bfloat16, 64),
@@ -127,19 +111,8 @@ def test_the_check_of_auto_passes_in_seconds(monkeypatch, tmp_path):
             shutil.rmtree(next(tmp_path.rglob("kernels")))
 
 
-@pytest.mark.parametrize("length", [641, 1000, 2048, 8192])  # tiles change at 640 and 1,024
-def test_long_rows_in_bf16(length):
-    from attention_cases import V3, Case, relative_errors, run
-
-    case = Case(V3, torch.ones(1, length, dtype=torch.int32), dropout=0.1, heads=1, size=64)
-    truth = run(case, "reference", torch.float64, "cuda")
-    result = run(case, "fused", torch.bfloat16, "cuda")
-    assert max(relative_errors(result, [x.cpu() for x in truth])) < 1.5e-2
-
-
 def test_linear_cross_entropy_in_bf16():
     from deberta_ds.model.kernels.fused_cross_entropy import fused_linear_cross_entropy
-    from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(n, 768, generator=generator) for n in (500, 30_000))
@@ -161,8 +134,6 @@ def test_linear_cross_entropy_in_bf16():
 def test_two_runs_give_the_same_bits():
     """Replaced-token detection, five steps, dropout on: every parameter bit for bit."""
     from benchmarks.train_step import make_batch, make_step, our_loss
-    from deberta_ds.config.model import MODELS
-    from deberta_ds.config.run_config import ModelConfig
 
     shape = MODELS["deberta-v3-xsmall"] | {"num_layers": 3, "attention": "fused"}
     config = ModelConfig(**shape)

@@ -5,10 +5,10 @@ Tensors of the "meta" device stand for a GPU's: whoever reads a number of theirs
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_iter  # noqa: E402
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig  # noqa: E402
-from deberta_ds.data.rows import Row, collate
 from deberta_ds.engine import passes  # noqa: E402
 from deberta_ds.engine.engine import Update, update  # noqa: E402
 from deberta_ds.engine.passes import HookedPasses  # noqa: E402
@@ -37,6 +36,8 @@ from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
 from deberta_ds.objectives.rtd_cached import CachedRtdModel  # noqa: E402
 from deberta_ds.training.step import train_step  # noqa: E402
 
+CONFIG = ModelConfig(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2,
+                     intermediate_size=64, max_position=64, position_buckets=8)
 DEVICE = torch.device("meta")
 READERS = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero"}
 
@@ -130,13 +131,10 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["mlm", "rtd"])
 def test_the_host_waits_once_a_step_at_its_end(kind, fused):
-    config = ModelConfig(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2,
-                         intermediate_size=64, max_position=64, position_buckets=8,
-                         conv_kernel=3 if kind == "mlm" else 0)
     if kind == "mlm":
-        model = MlmModel(config, 190)
+        model = MlmModel(replace(CONFIG, conv_kernel=3), 190)
     else:
-        model = RtdModel(config, config, ObjectiveConfig(kind="rtd"), sampling_seed=0)
+        model = RtdModel(CONFIG, CONFIG, ObjectiveConfig(kind="rtd"), sampling_seed=0)
     model.to(DEVICE)
     batches = [batch_of_packed_rows() for _ in range(2)]
     with Waits() as waits, Makes(waits.events):
@@ -192,33 +190,18 @@ class Captures(Waits):
         return out
 
 
-def batch_with(targets: int):
-    """Return packed sequences with some targets, of at most 12."""
-    generator, rows = np.random.default_rng(targets), []
-    for number in range(3):
-        ids, labels = generator.integers(4, 190, 40), np.full(40, -100)
-        columns = generator.choice(40, max(0, targets - number), replace=False)
-        labels[columns], ids[columns] = ids[columns], 3
-        segments = np.repeat([1, 2, 0], [25, 12, 3]).astype(np.int32)
-        positions = np.concatenate([np.arange(25), np.arange(12), np.arange(3)]).astype(np.int32)
-        rows.append(Row(number, ids, labels, segments, positions, slots=12))
-    return collate(rows)
-
-
 def captured(kind: str, checkpointing: str = "none", frozen: str = "-") -> list:
     """Return the shapes of every operator in the passes of batches with 12, 4 and 0 targets."""
-    shape = dict(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64,
-                 max_position=64, position_buckets=8)
     if kind == "v1":
-        shape |= dict(position_buckets=0, share_position_projections=False, relative_norm=False)
-    config = ModelConfig(**shape, conv_kernel=3 if kind == "v2" else 0)
-    if kind in ("v1", "v2"):
-        model = MlmModel(config, 190)
+        model = MlmModel(replace(CONFIG, position_buckets=0, share_position_projections=False,
+                                 relative_norm=False), 190)
+    elif kind == "v2":
+        model = MlmModel(replace(CONFIG, conv_kernel=3), 190)
     elif kind == "rtd_cached":
-        model = CachedRtdModel(config, 50.0)
+        model = CachedRtdModel(CONFIG, 50.0)
     else:
         settings = ObjectiveConfig(kind="rtd", embedding_sharing=kind, final_temperature=0.5)
-        model = RtdModel(config, config, settings, sampling_seed=0)
+        model = RtdModel(CONFIG, CONFIG, settings, sampling_seed=0)
     for name, parameter in model.to(DEVICE).named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
     for module in model.modules():
@@ -238,7 +221,8 @@ def captured(kind: str, checkpointing: str = "none", frozen: str = "-") -> list:
     with patch.object(passes, "capture", capture):
         for targets in (12, 4, 0):
             made._graphs.clear()
-            made.run(batch_with(targets), seed=7)
+            columns = [max(0, targets - number) for number in range(3)]
+            made.run(batch_of_packed_rows(targets, columns, slots=12), seed=7)
     return found
 
 
@@ -249,6 +233,19 @@ def captured(kind: str, checkpointing: str = "none", frozen: str = "-") -> list:
 def test_passes_can_be_captured_and_have_one_shape(kind, more, fused):
     first, *others = captured(kind, **more)
     assert len(first) > 300 and all(other == first for other in others)
+
+
+@pytest.mark.parametrize("kind", ["v2", "gdes"])
+def test_no_pass_asks_for_a_kernel_that_the_start_has_not_checked(kind, fused, monkeypatch):
+    """Dropout's request was another one, so that the first step checked its kernel again."""
+    asked, pick = [], choose.pick
+    monkeypatch.setattr(choose, "pick", lambda idea, request, *_: (
+        asked.append((idea, request)) or pick(idea)))
+    captured(kind)
+    of_passes = {one for one in asked if one[0] != "projections"}  # which has no check
+    asked.clear()
+    choose.choices(CONFIG, DEVICE, torch.float32, torch.float32)
+    assert len(of_passes) == 5 and of_passes <= {*asked}
 
 
 PLACES = [(encoder, "gather_columns"), (encoder, "attend"), (encoder, "pass_keys"),

@@ -11,6 +11,7 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model import choose
 from deberta_ds.model.choose import Request, load, pick
 from deberta_ds.model.embeddings import loss_function
+from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.kernels import kernel_check
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -151,3 +152,23 @@ def test_a_kernel_without_a_position_term_gives_way(card, monkeypatch):
     monkeypatch.setattr(choose, "KERNELS", (fused._replace(terms=1), *others))
     _, why = pick("attention", request("attention"))
     assert why == "not fused: it lacks a position term; not tiled: it is for cpu"
+
+
+@pytest.mark.slow
+def test_torch_compile_takes_a_trunk_through_the_kernels_as_one_graph(monkeypatch):
+    """It broke where a kernel was looked up, a seed was read, and a table was made by NumPy."""
+    pytest.importorskip("triton", reason="the fused kernels need the triton package")
+    from benchmarks.host_time import Nothing, triton_kernels
+
+    for module, name in triton_kernels():
+        monkeypatch.setattr(module, name, Nothing())
+    first = {one.idea: one for one in reversed(choose.KERNELS)}
+    monkeypatch.setattr(choose, "pick", lambda idea, *_: (first[idea], ""))
+    trunk = Trunk(replace(SMALL, num_layers=1)).bfloat16().train()
+    for parameter in trunk.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    inputs = torch.randn(2, 40, 32, dtype=torch.bfloat16), torch.ones(2, 40, dtype=torch.int32)
+    trunk(*inputs)  # kernels are loaded in the first pass
+    compiled = torch.compile(trunk, fullgraph=True, backend="aot_eager")
+    compiled(*inputs).sum().backward()
+    assert all(parameter.grad is not None for parameter in trunk.parameters())
