@@ -219,8 +219,7 @@ def _row_constants(residual: Tensor, key: Tensor | None, of_warp: int = 256) -> 
 class _ResidualNorm(Function):
     @staticmethod
     def forward(ctx, sublayer, residual, weight, bias, epsilon, key, threshold, keep_scale):
-        out, *saved = _norm(sublayer, residual, weight, bias, epsilon, key, threshold,
-                            keep_scale)
+        out, *saved = _norm(sublayer, residual, weight, bias, epsilon, key, threshold, keep_scale)
         ctx.save_for_backward(*saved, weight, sublayer.new_empty(0), key)
         ctx.numbers, ctx.bias_dtype = (threshold, keep_scale), bias.dtype
         ctx.set_materialize_grads(False)
@@ -329,8 +328,8 @@ def column_sums(x_RC: Tensor) -> Tensor:
     parts_PC = x_RC.new_empty(min(ceil_div(rows, _SUM_ROWS), _SUM_PARTS), size, dtype=float32)
     sums_C, grid = x_RC.new_empty(size), ceil_div(size, _GELU_COLUMNS)
     for of, to, parts in ((x_RC, parts_PC, len(parts_PC)), (parts_PC, sums_C, 1)):
-        _column_sum_kernel[(parts, grid)](of, to, len(of), C=size, BR=_SUM_ROWS,
-                                          BC=_GELU_COLUMNS)
+        _column_sum_kernel[(parts, grid)](
+            of, to, len(of), C=size, BR=_SUM_ROWS, BC=_GELU_COLUMNS)
     return sums_C
 
 
