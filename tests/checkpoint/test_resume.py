@@ -19,16 +19,18 @@ from deberta_ds.tracking.log import read_metrics
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 
+def records(out, kind: str = "train") -> list[dict]:
+    return [r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == kind]
+
+
 def train_lines(out) -> list[tuple]:
     keys = ("step", "loss", "generator_loss", "discriminator_loss", "grad_norm", "sequences_seen",
             "tokens_seen")
-    return [tuple(r[key] for key in keys) for r in read_metrics(out / "metrics.jsonl")
-            if r["kind"] == "train"]
+    return [tuple(r[key] for key in keys) for r in records(out)]
 
 
 def eval_scores(out) -> list[dict]:
-    return [{k: v for k, v in r.items() if k != "seconds"}
-            for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "eval"]
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in records(out, "eval")]
 
 
 def start_and_kill(command, out, is_time) -> int:
@@ -168,10 +170,6 @@ FALLING = ("--objective.mask.rate=0.3", "--objective.mask.final_rate=0.15",
            "--train.initial_batch_size=2", "--train.batch_warmup_steps=9")
 
 
-def train_records(out) -> list[dict]:
-    return [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "train"]
-
-
 def test_other_ranks_and_stages_go_on_with_the_same_rows(tmp_path):
     """One rank, then two under ZeRO-3, then one under ZeRO-2; dropout depends on ranks: none."""
     run_file = make_run(tmp_path, steps="12", save_every="4", log_every="1", workers="1",
@@ -187,7 +185,7 @@ def test_other_ranks_and_stages_go_on_with_the_same_rows(tmp_path):
     run("moved", 1, 1, "--train.stop_after=4")
     assert "1 rank" in run("moved", 2, 3, "--train.stop_after=8")
     assert "2 ranks" in run("moved", 1, 2)
-    whole, moved = train_records(tmp_path / "whole"), train_records(tmp_path / "moved")
+    whole, moved = records(tmp_path / "whole"), records(tmp_path / "moved")
     assert [line["step"] for line in moved] == list(range(1, 13))
     for line, other in zip(whole, moved, strict=True):
         for key in ("step", "sequences_seen", "tokens_seen"):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,19 +128,18 @@ def test_damaged_state_is_one_clear_error(tmp_path, damage):
 def test_a_resume_opens_only_the_files_that_hold_what_a_rank_will_own(world_size):
     """At the same world size one file; at 15/16 of it a handful, at any number of ranks."""
     shapes = {f"p{number}": (1536, 384) for number in range(100)}
-    shares = [math.ceil(1536 * 384 / world_size)] * 100
-    group = Group(tuple(shapes), tuple(range(0, 100 * shares[0], shares[0])), sum(shares))
-    for cut in ("line", "parameter"):
-        def of(ranks, cut=cut, group=group):
-            if cut == "line":
-                return replicated(shapes, ranks)
-            share = math.ceil(1536 * 384 / ranks)
-            return Layout(ranks, cut, shapes, (Group(group.names, tuple(
-                range(0, 100 * share, share)), 100 * share),))
+
+    def by_parameter(ranks: int) -> Layout:
+        share = math.ceil(1536 * 384 / ranks)
+        offsets = tuple(range(0, 100 * share, share))
+        return Layout(ranks, "parameter", shapes, (Group(tuple(shapes), offsets, 100 * share),))
+
+    for layout in (partial(replicated, shapes), by_parameter):
+        then = layout(world_size)
         for now in (world_size, world_size * 15 // 16):
             for rank in (0, now // 2, now - 1):
-                opened = {piece.rank for name, mine in of(now).held_by(rank, 0)
-                          for piece in of(world_size).pieces(name, mine.start, mine.count)}
+                opened = {piece.rank for name, mine in layout(now).held_by(rank, 0)
+                          for piece in then.pieces(name, mine.start, mine.count)}
                 assert len(opened) == 1 if now == world_size else len(opened) <= 4
 
 
