@@ -38,8 +38,7 @@ from deberta_ds.engine.clipping import (
     measure_in_pieces,
     reduce_nothing,
 )
-from deberta_ds.engine.muon import Muon
-from deberta_ds.engine.optim import build_optimizer
+from deberta_ds.engine.optim import Muon, build_optimizer
 from deberta_ds.engine.passes import HookedPasses, build_passes
 from deberta_ds.engine.state import CheckpointError
 from deberta_ds.model import cpu

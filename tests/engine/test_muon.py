@@ -12,11 +12,10 @@ from deberta_ds.base.errors import ConfigError
 from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.config.run_config import OptimConfig, load
-from deberta_ds.engine import engine, muon
+from deberta_ds.engine import engine, optim
 from deberta_ds.engine.ds_config import problems_with_optimizer
 from deberta_ds.engine.gpus import GPUS
-from deberta_ds.engine.muon import Matrix, Muon, orthogonal
-from deberta_ds.engine.optim import build_optimizer
+from deberta_ds.engine.optim import Matrix, Muon, build_optimizer, orthogonal
 from deberta_ds.engine.state import MASTER, Piece
 from deberta_ds.planner.plan import make_plan
 from deberta_ds.training.start import check_run
@@ -90,7 +89,7 @@ def test_many_matrices_are_worked_on_in_parts(monkeypatch):
     alone = [nn.Parameter(w.clone()) for w in weights]
     flat = nn.Parameter(weights.reshape(-1).clone())
     held = [Matrix((8, 24), Piece(0, 0, n * 192, 0, 192), False) for n in range(5)]
-    monkeypatch.setattr(muon, "_AT_ONCE", 400)
+    monkeypatch.setattr(optim, "_AT_ONCE", 400)
     for params in (alone, [flat]):
         for p, g in zip(params, gradients if len(params) == 5 else [gradients.reshape(-1)],
                         strict=True):
@@ -177,7 +176,7 @@ def test_muon_multiplies_in_the_type_of_the_matmuls(process_group, monkeypatch):
 
 def test_matrices_that_are_cut_are_not_worked_on_with_whole_ones():
     flat = torch.zeros(6)
-    parts = [muon._Part(muon.Matrix((3, 2), None, is_cut), flat, flat)
+    parts = [optim._Part(Matrix((3, 2), None, is_cut), flat, flat)
              for is_cut in (True, False, True)]
-    assert [[part.matrix.is_cut for part in batch] for batch in muon._batches(parts)] == [
+    assert [[part.matrix.is_cut for part in batch] for batch in optim._batches(parts)] == [
         [False], [True, True]]
