@@ -4,7 +4,6 @@ import runpy
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import rank_helpers
@@ -16,12 +15,10 @@ from deberta_ds.cluster import dist, launcher
 from deberta_ds.cluster.launcher import RANK_VARIABLES, check_environment
 from deberta_ds.training import rehearsal
 
-WORKER = Path(__file__).parents[1] / "workers/preflight.py"
-
 
 @pytest.mark.multi
 def test_the_slow_host_is_named(tmp_path):
-    text = rank_helpers.run(4, [], tmp_path / "log", WORKER)
+    text = rank_helpers.run(4, [], tmp_path / "log", ROOT / "tests/workers/preflight.py")
     two, four = (next(line for line in text.splitlines() if line.startswith(name))
                  for name in ("two hosts of two", "four hosts"))
     assert "2 nodes, 4 ranks" in two and "all-reduce inside a node: " in two

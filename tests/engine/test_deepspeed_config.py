@@ -2,7 +2,6 @@
 
 import ast
 import json
-from pathlib import Path
 
 import deepspeed
 import pytest
@@ -14,16 +13,13 @@ from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
 )
-from launching import make_run
+from launching import ROOT, make_run
 
 from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
 from deberta_ds.config.toml_files import read_toml
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.engine import keep_nothing_gathered
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "deberta_ds"
 
 
 def problems(values: dict, tmp_path) -> str:
@@ -200,7 +196,8 @@ def test_every_private_part_that_the_code_uses_is_on_the_list():
         for part in parts}
     owners = {"engine", "zero", "model_engine", "parameter", "writer"}
     used = set()
-    for path in (PACKAGE / "checkpoint/saved_state.py", *(PACKAGE / "engine").glob("*.py")):
+    for path in (ROOT / "deberta_ds/checkpoint/saved_state.py",
+                 *(ROOT / "deberta_ds/engine").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) \
                     and node.value.id in owners:
