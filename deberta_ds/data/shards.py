@@ -45,7 +45,7 @@ HEADER_BYTES = 128
 _UNFINISHED = "not a finished corpus"
 # Of a label: documents, characters, tokens.
 _LabelCounts = Annotated[list[int], Field(min_length=3, max_length=3)]
-_WRITE_TOKENS = 1 << 14  # a write for each short document would take longer than its tokens
+_BUFFER_BYTES = 1 << 16  # a call of the system for each short document would take longer
 
 
 @dataclass(frozen=True)
@@ -242,11 +242,9 @@ class ShardWriter:
         self._dtype = np.dtype(dtype)
         self._path, self._ends_path = map(Path, files_of(corpus, name))
         self._ends: list[int] = []
-        self._pending: list[np.ndarray] = []
-        self._pending_tokens = 0
         self._context = atomic_path(self._path)
         self._temporary = self._context.__enter__()
-        self._file = open(self._temporary, "wb")
+        self._file = open(self._temporary, "wb", buffering=_BUFFER_BYTES)
         self._file.write(npy_header(self._dtype, 0))
 
     @property
@@ -261,23 +259,16 @@ class ShardWriter:
     def append_many(self, ids: np.ndarray, lengths: list[int]) -> None:
         """Add one document or more, which lie back to back in `ids`; none may be empty."""
         assert all(lengths), "an empty document has no place in a shard"
-        self._pending.append(ids)
-        self._pending_tokens += len(ids)
         self._ends += itertools.accumulate(lengths[1:], initial=self.tokens + lengths[0])
         self.tokens += len(ids)
-        if self._pending_tokens >= _WRITE_TOKENS:
-            self._write()
-
-    def _write(self) -> None:
-        if self._pending:
-            with naming(self._path):
-                self._file.write(np.concatenate(self._pending, dtype=self._dtype,
-                                                casting="unsafe").data)
-        self._pending, self._pending_tokens = [], 0
+        try:
+            self._file.write(np.ascontiguousarray(ids, self._dtype).data)
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
     def finish(self) -> ShardInfo:
         """Complete both files and return their sizes and checksums."""
-        self._write()
         with naming(self._path):
             self._file.seek(0)
             self._file.write(npy_header(self._dtype, self.tokens))
