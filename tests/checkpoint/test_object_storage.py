@@ -165,7 +165,6 @@ def test_an_upload_that_fails_is_said_and_tried_again(tmp_path, shop, fault, sai
 
 
 def test_a_check_writes_at_the_url_and_lists_one_level(tmp_path, shop, monkeypatch):
-    """It listed all that is there, and what could be listed passed."""
     monkeypatch.setattr(Shop, "find", None)
     url = f"shop://{tmp_path}/store"
     make_checkpoint(tmp_path / "store", 10)
@@ -321,7 +320,6 @@ def test_a_model_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
 
 
 def test_a_reader_takes_the_newest_where_a_run_deletes_what_it_reads(tmp_path):
-    """With keep = 1 the error named "an older checkpoint", and there was none."""
     make_checkpoint(tmp_path, 10)
 
     def read(path: Path) -> str:

@@ -305,7 +305,6 @@ def test_a_slow_disk_delays_the_manifest_and_never_training(tmp_path, monkeypatc
     (errno.EIO, "the disk or the network file system has a fault"),
     (errno.ENOENT, "No such file or directory; check the path")])
 def test_a_write_that_fails_in_the_background_is_one_error(tmp_path, monkeypatch, number, remedy):
-    """Whatever had failed, room was to be made."""
     def fail(*_arguments):
         raise OSError(number, os.strerror(number))
 

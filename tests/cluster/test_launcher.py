@@ -90,7 +90,6 @@ def test_the_mpirun_script_leaves_each_rank_all_cores(tmp_path):
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs openmpi-bin")
 @pytest.mark.parametrize("code", [0, EXIT_REQUEUE])
 def test_mpirun_returns_the_code_of_ranks_that_have_met_mpi(tmp_path, code):
-    """It took them for dead: they ended without MPI's good-bye."""
     pytest.importorskip("mpi4py")
     program = tmp_path / "rank.py"
     program.write_text(
@@ -109,7 +108,6 @@ def test_mpirun_returns_the_code_of_ranks_that_have_met_mpi(tmp_path, code):
 
 
 def test_minimal_pairs_are_shared_by_ranks_that_only_mpi_knows(monkeypatch):
-    """Each of them scored all pairs, and wrote the same files."""
     def join():
         raise UserError("joined")
 
@@ -143,7 +141,6 @@ def test_an_mpi4py_of_another_mpi_is_one_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("codes, starts, end", [("70 75", 2, 75), ("2", 1, 2)])
 def test_elastic_torchrun_does_not_start_again_what_has_ended_for_good(tmp_path, codes, starts,
                                                                        end):
-    """A wrong config was started a thousand times."""
     rank = tmp_path / "rank.py"
     rank.write_text("import sys\nfrom pathlib import Path\n"
                     f"log = Path({str(tmp_path / 'log')!r})\n"

@@ -29,7 +29,6 @@ def test_the_slow_host_is_named(tmp_path):
 
 @pytest.mark.parametrize("count", range(2, 10))
 def test_each_host_meets_both_its_neighbors_and_one_at_a_time(count):
-    """Of three hosts the first and the last met the one between them only, and looked as slow."""
     rounds = rehearsal._rounds(count)
     met = {host: set() for host in range(count)}
     for pairs in rounds:
@@ -120,7 +119,6 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Bui
      "install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130)"),
     ("", "13.0", "has an NVIDIA driver, but")])
 def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, tmp_path, version, cuda, words):
-    """The demo trained on the CPU, and said "GPUs: 2"."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(launcher, "_VERSION", tmp_path / "version")
@@ -144,7 +142,6 @@ def test_gpus_that_torch_cannot_use_are_an_error(monkeypatch, tmp_path, version,
     ("evaluate.py", "main", ()), ("minimal_pairs.py", "load", ("no_model",))])
 def test_scores_on_a_gpu_that_torch_cannot_use_are_an_error(monkeypatch, script, function,
                                                             arguments):
-    """Both commands scored on the CPU, without a word."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -168,7 +165,6 @@ engine.init_distributed()
 @pytest.mark.multi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_waiting_rank(number):
-    """SIGTERM and one Ctrl-C did nothing for ten minutes, and nothing said what it waited for."""
     places = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": "9"}
     rank = subprocess.Popen([sys.executable, "-c", CODE], cwd=ROOT, env=ENVIRONMENT | places,

@@ -239,7 +239,6 @@ def test_a_damaged_lock_and_a_directory_that_cannot_be_written(tmp_path):
 
 
 def test_a_full_disk_leaves_no_lock_and_an_empty_one_keeps_nobody_out(tmp_path):
-    """A start that was killed between creating and writing it kept out every later one."""
     path, mine = tmp_path / lock.NAME, lock.this_process()
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # fails as a full disk does
@@ -257,7 +256,6 @@ def test_a_full_disk_leaves_no_lock_and_an_empty_one_keeps_nobody_out(tmp_path):
 
 
 def test_a_host_that_does_not_see_the_out_dir_is_named_at_once(tmp_path, monkeypatch):
-    """It was found at the first save, where room was to be made."""
     first = replace(lock.this_process(), host="node0", machine="another")
     monkeypatch.setattr(lock, "_SEEN_SECONDS", 0.3)
     monkeypatch.setattr(lock.dist, "is_main", lambda: False)

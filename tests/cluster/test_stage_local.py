@@ -56,7 +56,6 @@ def test_what_cannot_be_copied_is_named(tmp_path):
 
 
 def test_a_link_to_a_folder_is_followed_and_two_at_once_do_no_harm(tmp_path):
-    """A link as SOURCE was copied as a link, so that every read still went over the network."""
     (tmp_path / "network").mkdir()
     for number in range(30):
         (tmp_path / f"network/{number}.npy").write_bytes(os.urandom(100_000))

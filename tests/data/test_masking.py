@@ -123,7 +123,6 @@ def test_replacement_shares_and_random_ids():
 
 
 def test_random_tokens_are_no_bytes_that_the_sequence_lacks():
-    """An eighth of them were byte tokens of a small vocabulary, which text never has."""
     ids, part = make_row(), np.arange(VOCAB) % 3 == 1
     ids[1:5] = ids[part[ids] & ~SPECIAL[ids]][0]
     drawn = np.concatenate([mask_row(

@@ -132,7 +132,6 @@ def test_damage_in_the_cache_is_mended_and_in_the_store_refused(corpus, url, tmp
 
 
 def test_what_cannot_be_listed_is_named(tmp_path):
-    """Of an archive that is gone: a traceback."""
     assert remote.listed_at(f"file://{tmp_path}/none")[2] == {}
     with pytest.raises(UserError, match="^zip://x::file:.*: cannot be listed .FileNotFoundError: "):
         remote.listed_at(f"zip://x::file://{tmp_path}/none.zip")

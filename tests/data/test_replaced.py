@@ -103,7 +103,6 @@ def test_rows_hold_what_the_generator_puts_there(stored):
 
 
 def test_shards_keep_no_maps_and_few_descriptors(stored, monkeypatch):
-    """Each shard and draw kept three, without end: a corpus of many shards ran out of them."""
     monkeypatch.setattr(corpus_files, "most_open_files", lambda: 4)
     monkeypatch.setattr(corpus_files, "kept_open", cache(corpus_files.kept_open.__wrapped__))
     dataset, place = dataset_of(stored["train"], "train"), str(stored["train"])

@@ -191,7 +191,6 @@ def test_names_the_missing_corpus_and_length(corpus, tmp_path):
     ("00001-000.npy", 132, 0), ("00001-000.npy", 132, 63), ("00001-000.starts.npy", 136, 7_000_000),
     ("00001-000.starts.npy", 132, 0), ("00001-000.starts.npy", 128, 4_000_000_000)])
 def test_a_row_plan_of_the_right_size_with_wrong_content_is_refused(corpus, name, place, value):
-    """Under verify = sizes it passed, gave any tokens, and ended as "loss is nan"."""
     path = corpus / "rows-64" / name
     data = bytearray(path.read_bytes())
     data[place : place + 4] = int(value).to_bytes(4, "little")
@@ -225,7 +224,6 @@ def test_a_shard_that_is_cut_while_a_run_reads_it_is_one_error(corpus):
 
 
 def test_small_plans_are_read_once_and_others_a_part_at_a_time(corpus, monkeypatch):
-    """At 7,451 shards there were more files than descriptors: one read in five opened its file."""
     gc.collect()  # corpora of other tests give their room back
     before, reads = corpus_files.SmallFiles.room_bytes, []
     monkeypatch.setattr(corpus_files.os, "pread",

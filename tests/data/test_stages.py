@@ -112,7 +112,6 @@ def test_a_part_is_a_sample_of_all_inputs(corpora):
 
 
 def test_a_corpus_that_lies_elsewhere_now_repeats_no_row(corpora, tmp_path, capsys):
-    """It was known by its path alone: a copy, as on another machine, began at row 0 in silence."""
     web, wiki, books = corpora
     write_checkpoint(run_of([SourceConfig(path=web, part=(0.0, 0.8)), SourceConfig(path=wiki)]),
                      tmp_path / "first")
@@ -174,7 +173,6 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
 
 
 def test_corpora_of_two_tokenizers_make_no_mixture(corpora, tmp_path, capsys):
-    """It printed the lines, and the run refused them."""
     tokenizer = Tokenizer(directory_of("bert"))
     documents = [tokenizer.encode(text) for text in random_documents(40)]
     other = make_corpus(tmp_path / "other", documents, tokenizer, (SEQ_LEN,))
@@ -186,7 +184,6 @@ def test_corpora_of_two_tokenizers_make_no_mixture(corpora, tmp_path, capsys):
 
 
 def test_corpora_at_a_url_are_kept_where_the_run_keeps_them(corpora, tmp_path, monkeypatch):
-    """mixture.py and show.py fetched them into the home directory, as much as they are."""
     url, home, kept = f"file://{tmp_path}/web", tmp_path / "home", tmp_path / "kept"
     upload(corpora[0], url)
     run = run_of([SourceConfig(path=url)])

@@ -71,7 +71,6 @@ def test_autocast_keeps_the_gradients_that_bf16_weights_lose(gradients):
     ("zero1_autocast_cpu", False, True)])
 def test_16_bits_without_a_gpu_and_bf16_matmuls_without_units_for_them_are_warned_of(
         name, weights, matmuls, has_bf16, monkeypatch):
-    """A step took a minute instead of four seconds, and nothing said why."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     monkeypatch.setattr(cpu, "has_bf16", lambda: has_bf16)
     values = ds_config.load(ROOT / f"ds_configs/{name}.json")
@@ -86,7 +85,6 @@ def test_16_bits_without_a_gpu_and_bf16_matmuls_without_units_for_them_are_warne
 
 @pytest.mark.multi
 def test_a_warning_about_the_machine_is_in_the_log_of_a_run(tmp_path):
-    """The group was joined twice, and the warnings were those of the second time."""
     ds = ROOT / "ds_configs/zero1_bf16.json"
     text = rank_helpers.run(1, [*options_of(make_run(tmp_path), ds), "--train.stop_after=1"],
                             tmp_path / "log")
@@ -95,7 +93,6 @@ def test_a_warning_about_the_machine_is_in_the_log_of_a_run(tmp_path):
 
 
 def test_fp16_where_the_processor_has_none_is_one_clear_error(monkeypatch):
-    """DeepSpeed raised a ValueError on every rank."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: None)  # as DeepSpeed says
     monkeypatch.setattr(cpu, "has_bf16", lambda: True)
     values = ds_config.load(ROOT / "ds_configs/zero2_fp16.json")

@@ -80,7 +80,6 @@ def optimizer():
 
 
 def test_norms_follow_their_groups_in_any_order_and_after_a_step_without_update(optimizer):
-    """Both were counted by calls: one call too many, and each later step took another's norm."""
     right = {0: 5.0, 1: 7.0, 2: 5.0}
     for measured, scaled in (((0, 1, 2), (0, 1, 2)), ((2, 0, 1), (1, 2, 0))):
         optimizer.measure(*measured)

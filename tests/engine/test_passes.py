@@ -85,7 +85,6 @@ def test_a_graph_that_is_killed_goes_on_bit_for_bit(tmp_path):
 
 
 def test_a_graph_computes_the_documents_of_each_batch():
-    """Facts kept from the warm-up were those of its batch, in every replay."""
     segments = torch.ones(2, 64, dtype=torch.int32)
     facts, replay = recorded_graph.capture(lambda: attention._facts_once(segments, None))
     segments[:, 32:] = 2

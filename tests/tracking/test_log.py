@@ -303,7 +303,6 @@ def test_a_service_that_fails_is_said_once(monkeypatch, tmp_path, caplog, where)
 
 
 def test_the_id_of_a_wandb_run_is_kept_with_it(monkeypatch, tmp_path):
-    """It was a hash of the path: two runs shared one, and a run that was moved had another."""
     ids = []
     log = types.SimpleNamespace(log=print, finish=print)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(
