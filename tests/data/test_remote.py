@@ -203,29 +203,18 @@ def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
     assert len(held_out) == 3
 
 
-@pytest.fixture
-def bucket(monkeypatch):
-    """An empty bucket of a real S3 server, and what puts a proxy with faults before it."""
+def test_rows_from_an_s3_server_with_faults(corpus, tmp_path, monkeypatch):
+    local, cache = Corpus(corpus, seq_len=64), Cache(str(tmp_path / "cache"))
     with s3_bucket(monkeypatch) as port:
-        def break_answers() -> dict:
-            proxy_port, faults = _faulty_proxy(port)
-            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy_port}")
-            return faults
-
-        yield break_answers
-
-
-def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):
-    upload(corpus, "s3://shop/web")
-    faults = bucket()
-    local = Corpus(corpus, seq_len=64)
-    found = Corpus("s3://shop/web", seq_len=64, cache=Cache(str(tmp_path / "cache")))
-    assert same_rows(local, found, range(0, local.num_rows, 25))
-    shutil.rmtree(tmp_path / "cache")  # and in a worker, which the client must survive
-    batches = [[batch.input_ids.numpy() for batch in build_loader(
-        dataset_of(path, cache=Cache(str(tmp_path / "cache"))),
-        phases=[Phase(0, 4, 3)], micro_batch_size=4, rank=0, world_size=1,
-        num_workers=1)] for path in (corpus, "s3://shop/web")]
+        upload(corpus, "s3://shop/web")
+        proxy_port, faults = _faulty_proxy(port)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy_port}")
+        found = Corpus("s3://shop/web", seq_len=64, cache=cache)
+        assert same_rows(local, found, range(0, local.num_rows, 25))
+        shutil.rmtree(tmp_path / "cache")  # and in a worker, which the client must survive
+        batches = [[batch.input_ids.numpy() for batch in build_loader(
+            dataset_of(path, cache=cache), phases=[Phase(0, 4, 3)], micro_batch_size=4, rank=0,
+            world_size=1, num_workers=1)] for path in (corpus, "s3://shop/web")]
     assert np.array_equal(*batches)
     assert faults["cut"] and faults["delayed"] and faults["altered"]
 

@@ -1,7 +1,6 @@
 """A second stage goes on where a run stopped: new weights, other sources, longer rows."""
 
 import dataclasses
-import json
 import shutil
 import tomllib
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_helpers import (
-    RUN_RECORD,
+    fake_checkpoint,
     make_corpus,
     random_documents,
     run_main,
@@ -64,13 +63,8 @@ def dataset_of(run):
 
 
 def write_checkpoint(run, out_dir, sequences_seen=ROWS_SEEN):
-    """Write what the data of a checkpoint is: run.json and the manifest that makes it whole."""
-    record = RUN_RECORD | {"sequences_seen": sequences_seen, "config": run_config.to_dict(run),
-                           "content_hashes": dataset_of(run).content_hashes}
-    path = out_dir / "checkpoints" / "step-00000100"
-    path.mkdir(parents=True)
-    (path / "run.json").write_text(json.dumps(record))
-    (path / "manifest.json").write_text("{}")
+    fake_checkpoint(find.path_of(out_dir, 100), sequences_seen=sequences_seen,
+                    config=run_config.to_dict(run), content_hashes=dataset_of(run).content_hashes)
 
 
 def rows_of(run, count=ROWS_SEEN):
