@@ -38,15 +38,10 @@ def check_environment(environ: Mapping[str, str]) -> None:
 
 def _rank_problems(environ: Mapping[str, str]) -> list[str]:
     lowest = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    problems, numbers = [], {}
-    for name, least in lowest.items():
-        text = environ.get(name)
-        if text is None:
-            continue
-        if _whole(text, least):
-            numbers[name] = int(text)
-        else:
-            problems.append(f"{name} = {text!r} must be a whole number from {least}")
+    given = {name: environ[name] for name in lowest if name in environ}
+    numbers = {name: int(text) for name, text in given.items() if _whole(text, lowest[name])}
+    problems = [f"{name} = {text!r} must be a whole number from {lowest[name]}"
+                for name, text in given.items() if name not in numbers]
     for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
                        ("LOCAL_WORLD_SIZE", "WORLD_SIZE")):
         limit = numbers.get(size, 1 << 62) + (name == "LOCAL_WORLD_SIZE")
