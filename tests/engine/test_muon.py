@@ -1,4 +1,4 @@
-"""Muon against its formula in float64, and the same steps however ZeRO cuts the matrices."""
+"""Muon: near the polar factor, and the same steps however ZeRO cuts the matrices."""
 
 from contextlib import nullcontext
 
@@ -15,20 +15,10 @@ from deberta_ds.config.run_config import OptimConfig, load
 from deberta_ds.engine import engine, optim
 from deberta_ds.engine.ds_config import problems_with_optimizer
 from deberta_ds.engine.gpus import GPUS
-from deberta_ds.engine.optim import Matrix, Muon, build_optimizer, orthogonal
+from deberta_ds.engine.optim import Matrix, Muon, orthogonal
 from deberta_ds.engine.state import MASTER, Piece
 from deberta_ds.planner.plan import make_plan
 from deberta_ds.training.start import check_run
-
-STEPS, DECAY = 6, 0.1
-
-
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide, self.square = nn.Linear(24, 8), nn.Linear(8, 8)
-        self.norm, self.score = nn.LayerNorm(8), nn.Linear(8, 1)
-        self.table = nn.Embedding(6, 8)
 
 
 def test_orthogonal_matrices_are_near_the_polar_factor():
@@ -42,44 +32,6 @@ def test_orthogonal_matrices_are_near_the_polar_factor():
         on = values.diagonal(dim1=-2, dim2=-1)
         assert (values - torch.diag_embed(on)).abs().max() < 1e-9
         assert ((on > 0.6) & (on < 1.3))[sizes > 0.05 * sizes.max()].all()
-
-
-def reference(values, gradients, lr):
-    """The formula, one matrix at a time, in float64, with the polynomial on singular values."""
-    w, m = values.double(), torch.zeros_like(values, dtype=torch.float64)
-    for g in gradients:
-        m = 0.95 * m + 0.05 * g.double()
-        left, sizes, right = torch.linalg.svd(0.05 * g.double() + 0.95 * m, full_matrices=False)
-        sizes = sizes / sizes.norm()
-        for _ in range(5):
-            sizes = 3.4445 * sizes - 4.7750 * sizes ** 3 + 2.0315 * sizes ** 5
-        w = w - lr * DECAY * w - lr * 0.2 * max(w.shape) ** 0.5 * (left * sizes) @ right
-    return w
-
-
-def test_steps_agree_with_the_formula_and_all_else_is_adamw():
-    torch.manual_seed(0)
-    model, other = Small(), Small()
-    other.load_state_dict(model.state_dict())
-    optim = {"learning_rate": 1e-2, "weight_decay": DECAY, "betas": (0.9, 0.98)}
-    optimizers = [build_optimizer(model, OptimConfig(name="muon", **optim)),
-                  build_optimizer(other, OptimConfig(name="adamw", **optim))]
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    gradients = {name: [torch.randn(p.shape) for _ in range(STEPS)]
-                 for name, p in model.named_parameters()}
-    for step in range(STEPS):
-        for network in (model, other):
-            for name, p in network.named_parameters():
-                p.grad = gradients[name][step].clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        if name in ("wide.weight", "square.weight"):
-            wanted = reference(before[name], gradients[name], 1e-2)
-            assert (p - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
-            assert list(optimizers[0].state[p]) == ["exp_avg"]
-        else:
-            assert torch.equal(p, q), name
 
 
 def test_many_matrices_are_worked_on_in_parts(monkeypatch):

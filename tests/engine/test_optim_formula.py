@@ -1,7 +1,8 @@
 """Optimizers against references from their formulas, in float64; and every schedule.
 
 AdamW: Loshchilov and Hutter (arXiv 1711.05101), Algorithm 2. Official Adam: microsoft/DeBERTa
-optims/xadam.py: no bias correction, decoupled decay scaled by the learning rate.
+optims/xadam.py: no bias correction, decoupled decay scaled by the learning rate. Muon: the formula
+of engine/optim.py, with the polynomial on singular values.
 """
 
 import math
@@ -17,14 +18,16 @@ from deberta_ds.engine.engine import set_learning_rate
 from deberta_ds.engine.optim import build_optimizer, learning_rate
 
 STEPS, DECAY = 10, 0.1
+MATRICES = ("dense.weight", "square.weight")
 
 
 class Small(nn.Module):
-    """One parameter of each kind: decayed matrix and table, undecayed bias and norm."""
+    """Parameters of each kind: decayed matrices, a row and a table, undecayed biases and norm."""
 
     def __init__(self):
         super().__init__()
-        self.dense = nn.Linear(7, 5)
+        self.dense, self.square = nn.Linear(7, 5), nn.Linear(5, 5, bias=False)
+        self.score = nn.Linear(5, 1)  # a single row is no matrix to Muon
         self.norm = nn.LayerNorm(5)
         self.table = nn.Parameter(torch.randn(6, 5))
 
@@ -32,6 +35,8 @@ class Small(nn.Module):
 def reference(values, gradients, name, optim, decay):
     """Return the parameter after all steps, from the formula."""
     w = values.double()
+    if name == "muon":
+        return muon_reference(w, gradients, optim)
     b1, b2 = optim.betas
     m = v = torch.zeros_like(w)
     for step, g in enumerate(gradients):
@@ -46,8 +51,21 @@ def reference(values, gradients, name, optim, decay):
     return w
 
 
-@pytest.mark.parametrize("name, schedule", [("adamw", "linear"),
-                                            ("adam_uncorrected", "deberta_linear")])
+def muon_reference(w, gradients, optim):
+    m = torch.zeros_like(w)
+    for step, g in enumerate(gradients):
+        lr = learning_rate(optim, step, 100)
+        m = 0.95 * m + 0.05 * g.double()
+        left, sizes, right = torch.linalg.svd(0.05 * g.double() + 0.95 * m, full_matrices=False)
+        sizes = sizes / sizes.norm()
+        for _ in range(5):
+            sizes = 3.4445 * sizes - 4.7750 * sizes ** 3 + 2.0315 * sizes ** 5
+        w = w - lr * DECAY * w - lr * 0.2 * max(w.shape) ** 0.5 * (left * sizes) @ right
+    return w
+
+
+@pytest.mark.parametrize("name, schedule", [
+    ("adamw", "linear"), ("muon", "linear"), ("adam_uncorrected", "deberta_linear")])
 def test_ten_steps_agree_with_the_formula(name, schedule):
     torch.manual_seed(0)
     optim = OptimConfig(learning_rate=1e-2, name=name, schedule=schedule, weight_decay=DECAY,
@@ -65,9 +83,13 @@ def test_ten_steps_agree_with_the_formula(name, schedule):
         optimizer.step()
     errors = []
     for key, p in model.named_parameters():
-        decay = DECAY if key in ("dense.weight", "table") else 0.0
-        wanted = reference(before[key], gradients[key], name, optim, decay)
-        errors.append(((p - wanted).abs().max() / wanted.abs().max()).item())
+        kind = "adamw" if name == "muon" and key not in MATRICES else name
+        wanted = reference(before[key], gradients[key], kind, optim, DECAY * (p.dim() == 2))
+        error = ((p - wanted).abs().max() / wanted.abs().max()).item()
+        if kind == "muon":
+            assert list(optimizer.state[p]) == ["exp_avg"]
+            error /= 10  # Newton-Schulz in fp32: 1e-5
+        errors.append(error)
     print(f"{name}: largest relative difference after {STEPS} steps {max(errors):.1e}")
     assert all(error <= 1e-6 for error in errors)  # max() would pass over NaN
 
@@ -79,7 +101,8 @@ def test_parameters_without_gradients_are_in_no_group_and_waiting_ones_apart():
         model, OptimConfig(learning_rate=1e-2, weight_decay=DECAY), {"dense.bias"})
     groups = [(group["waits"], [tuple(p.shape) for p in group["params"]])
               for group in optimizer.param_groups]
-    assert groups == [(False, [(5, 7)]), (False, [(5,), (5,)]), (True, [(5,)])]
+    assert groups == [(False, [(5, 7), (5, 5), (1, 5)]), (False, [(1,), (5,), (5,)]),
+                      (True, [(5,)])]
 
 
 def test_rates_follow_shares_and_wait_until_the_thaw():
