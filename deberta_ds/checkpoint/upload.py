@@ -21,8 +21,7 @@ from pathlib import Path
 import xxhash
 
 from deberta_ds.base.errors import UserError, first_line
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json, read_json
+from deberta_ds.base.files import parse_json, read_json, write_atomic
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.find import BEST
 from deberta_ds.checkpoint.save import is_permanent, outdated

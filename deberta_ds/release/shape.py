@@ -41,7 +41,7 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
                           ("objective.generator_layers", "generator_layers")):
             if isinstance(chosen := values["init"].get(name), list) and chosen:
                 shape[key] = len(chosen)
-        from deberta_ds.release.vocabulary import has_other_tokens
+        from deberta_ds.release.initialize import has_other_tokens
         from deberta_ds.tokenizer import Tokenizer
 
         if tokenizer and Path(tokenizer).exists() and has_other_tokens(

@@ -23,8 +23,7 @@ from typing import Any, TextIO
 
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, naming, tell
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.files import parse_json, write_atomic
 from deberta_ds.base.numbers import fill, format_count, format_duration, format_value
 from deberta_ds.config.run_config import LogConfig
 from deberta_ds.tracking import trackers

@@ -17,11 +17,10 @@ from deberta_ds.engine.engine import gradient_norm
 from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training import meters
-from deberta_ds.training.bad_steps import BadSteps
 from deberta_ds.training.best import Best
 from deberta_ds.training.meters import Meters, SpeedMeter, TimeUse, WorkMeter, find_slowest
 from deberta_ds.training.start import Started, versions
-from deberta_ds.training.step import StepResult
+from deberta_ds.training.step import BadSteps, StepResult
 
 _SETTLED_STEPS = 20  # after which the speed is compared with the planned one
 

@@ -29,13 +29,12 @@ from deberta_ds.model.backbone import count_parameters
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import best
-from deberta_ds.training.bad_steps import BadSteps
 from deberta_ds.training.goodput import pause_of_copy, save_interval
 from deberta_ds.training.held_out import evaluate, score_minimal_pairs
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.journal import Journal
-from deberta_ds.training.start import Started, kernels_of, start
-from deberta_ds.training.step import BadStepError, StepResult, train_step
+from deberta_ds.training.start import Started, start
+from deberta_ds.training.step import BadStepError, BadSteps, StepResult, train_step
 
 
 def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
@@ -57,8 +56,8 @@ def _train(run: RunConfig, started: Started, watchdog: Watchdog) -> bool:
     trainer = Trainer(run, started, watchdog)
     event, detail = ("resume", f"from {started.found.path}") if started.record else (
         "start", "from step 0")
-    trainer.journal.event(event, detail, lost_seconds=started.lost_now, kernels=kernels_of(
-        run, started.inputs.ds), world_size=dist.world_size())
+    trainer.journal.event(event, detail, lost_seconds=started.lost_now, kernels=started.kernels,
+                          world_size=dist.world_size())
     try:
         with _profiled(run) as trainer.after_step:
             stopped = trainer.run_to_end()

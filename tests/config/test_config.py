@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deberta_ds.base.errors import ConfigError
-from deberta_ds.base.json_files import flatten
+from deberta_ds.base.files import flatten
 from deberta_ds.config import objective, run_config
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.options import OneOfOrOwn, Option, describe, options_of

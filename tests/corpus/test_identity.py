@@ -11,7 +11,7 @@ from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training.resume import changed_values, check_identity
+from deberta_ds.training.inputs import changed_values, check_identity
 
 
 @pytest.fixture(scope="module")

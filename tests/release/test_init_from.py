@@ -9,7 +9,7 @@ from launching import deepspeed_json, make_run, options_of
 import deberta_ds
 from deberta_ds.checkpoint.saved_state import load_whole_state
 from deberta_ds.publish.convert import convert
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 
 TINY_STEP = "1e-9"  # learning rate of the one step that makes a checkpoint of the first weights
 

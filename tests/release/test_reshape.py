@@ -13,7 +13,7 @@ from deberta_ds.config.run_config import InitConfig
 from deberta_ds.model.attention import Geometry
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.initialize import initial_tensors, reshape
-from deberta_ds.release.native import release_of_state, write_ours
+from deberta_ds.release.model_files import release_of_state, write_ours
 from deberta_ds.release.networks import build_backbone
 from deberta_ds.release.shape import complete
 

@@ -12,7 +12,7 @@ from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
 from deberta_ds.config.model import padded_rows
 from deberta_ds.publish.convert import WRITERS
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 from deberta_ds.release.reader import read_release, read_shapes
 from deberta_ds.release.shape import complete
 from deberta_ds.training.start import first_weights

@@ -18,7 +18,12 @@ from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.engine.optim import learning_rate, thaw_factor
 from deberta_ds.model.backbone import init_parameters, layer_shares
-from deberta_ds.objectives.build import build_model, freeze_problems, held_parameters
+from deberta_ds.objectives.build import (
+    build_model,
+    held_parameters,
+    objective_problems,
+    parameter_sizes,
+)
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training import best, journal, loop
 from deberta_ds.training.start import check_run, frozen_lines
@@ -121,7 +126,7 @@ def test_names_of_parts(tmp_path, kind, freeze, frozen):
     names = dict(build_model(run).named_parameters())
     assert held_parameters(run, names)[0] == {
         name for name in names if name.startswith(tuple(frozen.split()))}
-    assert not freeze_problems(run, {})
+    assert not objective_problems(run, {})
 
 
 def test_layers_learn_slower_from_the_top_of_each_network(tmp_path):
@@ -151,7 +156,7 @@ def test_the_log_says_how_far_a_thawed_part_jumps(tmp_path):
         assert max(moves) == pytest.approx(thaw_factor(optim, 2000), rel=1e-3)
         run, _ = run_config.load(make_run(tmp_path), [f"--optim.betas={list(betas)}"])
         run = with_train(run, freeze=("embeddings",), freeze_steps=2000)
-        _, line = frozen_lines(run, "fp32")
+        _, line = frozen_lines(run, parameter_sizes(run), "fp32")
         assert f"up to {expected} learning rates" in line and ("WARNING" in line) == (expected > 2)
 
 
