@@ -92,8 +92,8 @@ class Uploads:
         self._is_due, self._is_at_work = threading.Event(), False
         threading.Thread(target=self._work, name="upload", daemon=True).start()
 
-    def begin(self) -> None:
-        """Begin a round, after the one that is at work."""
+    def begin_round(self) -> None:
+        """Copy what is missing, after the round that is at work."""
         self._is_due.set()
 
     def is_running(self) -> bool:

@@ -24,7 +24,7 @@ from deberta_ds.engine.passes import are_summed, graph_obstacle
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import objective_of, parameter_sizes
 from deberta_ds.planner.activations import Activations, trace
-from deberta_ds.training import goodput
+from deberta_ds.training import meters
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _MANY_RANKS, _MANY_RANKS_BUCKET = 256, 200_000_000  # at least
@@ -231,10 +231,10 @@ def advise(run: RunConfig, ds: dict, best: Choice, parameters: int, *, gpu: Gpu,
         if ds_config.precision(ds) == "bf16" and "communication_data_type" not in ds:
             lines.append('communication_data_type = "fp32": sums of so many ranks in bf16 are '
                          "biased (it doubles what the gradients send)")
-    pause = goodput.pause_of_copy(parameters, ranks)
-    interval = goodput.save_interval(ranks, pause)
-    share = max(0.0, 1.0 - goodput.lost_share(ranks, pause, interval))
-    return [*lines, f"failures: one in {goodput.seconds_between_failures(ranks) / 3600:,.0f} h at "
+    pause = meters.pause_of_copy(parameters, ranks)
+    interval = meters.save_interval(ranks, pause)
+    share = max(0.0, 1.0 - meters.lost_share(ranks, pause, interval))
+    return [*lines, f"failures: one in {meters.seconds_between_failures(ranks) / 3600:,.0f} h at "
             f"Llama 3's rate; train.save_minutes = \"auto\" begins with {interval / 60:.0f} (a "
             f"copy of {pause:.2f} s); {share:.1%} of the time goes into steps"]
 

@@ -33,7 +33,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError, first_line, naming, refuse_pipe
+from deberta_ds.base.errors import UserError, first_line, naming
 from deberta_ds.base.files import atomic_path, read_json, write_atomic
 from deberta_ds.checkpoint.find import RUN_FILE, list_steps, read_newest, read_run_record
 from deberta_ds.checkpoint.saved_state import load_whole_state
@@ -86,12 +86,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return (tensors by name, names of entries that are no tensors) of a file or an index."""
     if path.name.endswith(".index.json"):
         return _read_parts(path)
-    if path.suffix == ".safetensors":
-        with naming(path), open(path, "rb") as file:
-            file.read(1)  # safetensors says of one that may not be read that there is none
+    with naming(path):
+        if path.suffix == ".safetensors":
+            with open(path, "rb") as file:
+                file.read(1)  # safetensors says of one that may not be read that there is none
             return load_file(path), []
-    refuse_pipe(path)
-    values = _read_pickle(path)
+        values = _read_pickle(path)
     if isinstance(values.get("model_state_dict", None), dict):
         values = values["model_state_dict"]
     tensors = {name: value.detach() for name, value in values.items()
@@ -123,8 +123,6 @@ def _read_parts(index: Path) -> tuple[dict[str, Tensor], list[str]]:
 def _read_pickle(path: Path) -> dict:
     try:
         values = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except pickle.UnpicklingError:
         raise UserError(f"{path}: rejected: the pickle holds more than tensors, or is damaged; "
                         "code in it was not run. Ask its author for safetensors") from None

@@ -137,10 +137,11 @@ def with_zero_key_biases(network: Network) -> dict[str, Tensor]:
 def _expected_shapes(network: Network) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the encoder and of every head that the network has a part of."""
     config = network.config
-    kinds = {"mlm_head.": MaskedLmHead, "rtd_head.": ReplacedTokenHead}
-    modules = {"": Backbone} | {head: kind for head, kind in kinds.items() if network.has(head)}
-    shapes = {prefix + name: tuple(p.shape) for prefix, module in modules.items()
-              for name, p in on_meta(module, config).named_parameters()}
+    kinds: dict[str, type[nn.Module]] = {
+        "": Backbone, "mlm_head.": MaskedLmHead, "rtd_head.": ReplacedTokenHead}
+    shapes = {prefix + name: tuple(p.shape)
+              for prefix, kind in kinds.items() if not prefix or network.has(prefix)
+              for name, p in on_meta(kind, config).named_parameters()}
     tables = {"words.delta": (config.vocab_size, config.hidden_size),
               "positions.weight": (config.max_position, config.hidden_size),
               "positions.delta": (config.max_position, config.hidden_size)}
@@ -309,7 +310,8 @@ def changes_beyond_reach(release: Release) -> list[str]:
         long = sample_batches(network.config)[1:] if network.config.position_buckets else []
         for ids_BL, mask_BL in long if network.source_table is not None else []:
             length, reach = ids_BL.size(1), network.config.largest_distance
-            expected = build_backbone(as_transformers_reads(network, length))(ids_BL, mask_BL)
+            theirs = as_transformers_reads(network, length)
+            expected = build_backbone(theirs)(ids_BL, mask_BL)
             gap = (build_backbone(network)(ids_BL, mask_BL) - expected).abs().max()
             if (error := (gap / expected.abs().max()).item()) > TOLERANCE:
                 lines.append(f"{name}: beyond {reach} tokens transformers reads other rows of the "

@@ -107,19 +107,13 @@ def _checkpoint_shape(out_dir: Any, resume: str) -> tuple[dict[str, Any], str]:
         candidates = list_finished(out_dir)[::-1]
     else:
         candidates = []
-    shapes = ((_saved_shape(path), f"checkpoint {path}") for path in candidates)
-    return next((found for found in shapes if found[0]), ({}, ""))
+    for path in candidates:
+        from deberta_ds.checkpoint.run_record import read_run_record
 
-
-def _saved_shape(checkpoint: Path) -> dict[str, Any]:
-    """Return the shape of a checkpoint as its run wrote it, nothing where that cannot be read."""
-    from deberta_ds.checkpoint.find import read_run_record
-
-    try:
-        run = read_run_record(checkpoint).run(checkpoint)
-    except (UserError, KeyError, TypeError):
-        return {}  # resuming will say what is wrong with it
-    return _flat(run.model, run.objective.generator_layers)
+        with suppress(UserError, KeyError, TypeError):  # resuming will say what is wrong with it
+            run = read_run_record(path).run(path)
+            return _flat(run.model, run.objective.generator_layers), f"checkpoint {path}"
+    return {}, ""
 
 
 def _source_shape(source: str, generator: str) -> dict[str, Any]:

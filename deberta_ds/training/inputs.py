@@ -34,6 +34,7 @@ from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.held_out import open_pairs
 from deberta_ds.training.pairs import Pairs, undecided
 
+_JUMP = 1.5  # of the learning rate, of which a resumed run warns
 _MEASURED = ("held-out ", "minimal pairs")  # names of inputs that decide scores, not weights
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 
@@ -70,15 +71,19 @@ class Inputs:
     sizes: dict[str, int]  # of the model's parameters, in elements
 
 
-def open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
-    """Open all inputs in one phase of all ranks, and check them. UserError on every rank."""
+def open_inputs(run: RunConfig, ds_values: dict, place: str, step: int = 0) -> Inputs:
+    """Open all inputs in one phase of all ranks, and check them, for a run that goes on at `step`.
+    UserError on every rank.
+    """
     def opened() -> Known:
         known: Known = {}  # in the order of the fields of Inputs
         for open_one in INPUTS:
             one = open_one(run, known)
             known[one.name] = one
         known |= {one.name: one for one in getattr(objective_of(run), "inputs", lambda _: [])(run)}
-        raise_problems(place, [text for one in known.values() for text in one.problems])
+        raise_problems(place, [
+            *batch_schedule.problems_with_ranks(run.train, dist.world_size(), step),
+            *(text for one in known.values() for text in one.problems)])
         return known
 
     known = dist.together(opened)
@@ -196,17 +201,18 @@ def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Itera
 def check_identity(run: RunConfig, identity: dict[str, str], record: RunRecord, place: str
                    ) -> list[str]:
     """Raise CheckpointError with a diff if a checkpoint's run.json is of another run; return lines
-    on what is measured with other data now.
+    on what is measured with other data now, and on values that may change and did.
 
     Inputs are what is in their files, wherever these lie: `identity` is compared with the saved
-    one, the paths are not.
+    one, the paths are not. A key that did not exist when the run was saved had its default.
     """
-    now, then = _now_and_then(run, record)
+    before = record.run("run.json")
+    then, now = (flatten(run_config.to_dict(one)) for one in (before, run))
     saved = {"tokenizer": record.tokenizer_sha256} | record.content_hashes
+    differing = [key for key in sorted(now.keys() | then.keys()) if now.get(key) != then.get(key)]
     lines = [_difference(key, *(json.dumps(values.get(key), ensure_ascii=False)
                                for values in (then, now)))
-             for key in sorted(now.keys() | then.keys())
-             if now.get(key) != then.get(key) and _decides_weights(key)]
+             for key in differing if _decides_weights(key)]
     sources = itertools.zip_longest(
         _described_sources(then["data.sources"], saved),
         _described_sources(now["data.sources"], identity), fillvalue=("none", "none"))
@@ -224,8 +230,13 @@ def check_identity(run: RunConfig, identity: dict[str, str], record: RunRecord, 
             f"{place} is of another run (- saved, + now):\n  " + "\n  ".join(lines)
             + "\n  change these back, or use another out_dir: for a new run, or to go on from here "
             f'with other data, with [init] from = "{place}" and moments = true')
-    return [f"WARNING: {name}: other content, {others[name][0][:12]} -> {others[name][1][:12]}: "
-            "its scores are not those of before" for name in measured]
+    changed = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in differing
+               if not _decides_weights(key)]
+    if any(line.startswith(("optim.", "train.steps:")) for line in changed):
+        changed += _jump_of_the_rate(run, before, record.step)
+    return [*(f"WARNING: {name}: other content, {others[name][0][:12]} -> {others[name][1][:12]}: "
+              "its scores are not those of before" for name in measured),
+            *(f"changed since the checkpoint: {line}" for line in changed)]
 
 
 def _named(name: str, then: dict, now: dict, saved: str, digest: str) -> tuple[str, str, str]:
@@ -247,30 +258,16 @@ def _described_sources(
            if key not in ("path", "replaced")})) for source in sources]  # known by content_hash
 
 
-_JUMP = 1.5  # of the learning rate, of which a resumed run warns
-
-
-def changed_values(run: RunConfig, record: RunRecord) -> list[str]:
-    """Return "key: then -> now" for values that may change on resume and did."""
-    now, then = _now_and_then(run, record)
-    lines = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(now.keys() | then.keys())
-             if now.get(key) != then.get(key) and not _decides_weights(key)]
-    saved, step = record.run("run.json"), record.step
+def _jump_of_the_rate(run: RunConfig, saved: RunConfig, step: int) -> list[str]:
+    """Return a warning if the learning rate of a resumed run's first step is far above the last."""
     before = learning_rate(saved.optim, max(0, step - 1), saved.train.steps)
     rate = learning_rate(run.optim, step, run.train.steps)
-    is_changed = any(line.startswith(("optim.", "train.steps:")) for line in lines)
-    if is_changed and step > run.optim.warmup_steps and rate > _JUMP * before:
-        lines.append(f"WARNING: the learning rate of step {step:,} is {rate:.2g}; the one before "
-                     f"was {before:.2g}. To go on at low rates, set train.steps back and start "
-                     "another run from this one, with [init] moments = true and an "
-                     "optim.learning_rate of your choice (docs/how-to/resume.md)")
-    return lines
-
-
-def _now_and_then(run: RunConfig, record: RunRecord) -> tuple[dict, dict]:
-    """Return both configs flat; one saved before a key existed gets that key's default."""
-    then = record.run("run.json")
-    return flatten(run_config.to_dict(run)), flatten(run_config.to_dict(then))
+    if step <= run.optim.warmup_steps or rate <= _JUMP * before:
+        return []
+    return [f"WARNING: the learning rate of step {step:,} is {rate:.2g}; the one before "
+            f"was {before:.2g}. To go on at low rates, set train.steps back and start "
+            "another run from this one, with [init] moments = true and an "
+            "optim.learning_rate of your choice (docs/how-to/resume.md)"]
 
 
 _DECIDING = {"data": {"seq_len", "seed", "attend_across_documents"},

@@ -55,8 +55,8 @@ class Journal:
         device = self._engine.device
         matmuls = ds_config.matmul_precision(self._inputs.ds)
         has_peak = device.type == "cuda" and not (run.train.tf32 and matmuls == "fp32")
-        speed = SpeedMeter(peak_flops(device, matmuls) if has_peak else None, dist.world_size(),
-                           self.sequences_seen)
+        peak = peak_flops(device, matmuls) if has_peak else None
+        speed = SpeedMeter(peak, dist.world_size(), self.sequences_seen)
         time_use = TimeUse(record.time_use if record else {},
                            started.lost_before + started.lost_now)
         self.meters = Meters(speed, time_use, WorkMeter(device), watchdog)

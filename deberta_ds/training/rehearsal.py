@@ -21,8 +21,8 @@ from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
 from deberta_ds.files import remote
-from deberta_ds.training.goodput import STATE_BYTES
-from deberta_ds.training.inputs import batches_of, changed_values
+from deberta_ds.training.inputs import batches_of
+from deberta_ds.training.meters import STATE_BYTES
 from deberta_ds.training.start import build, describe, join_group, open_run
 from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_of
 
@@ -170,7 +170,6 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     lines += [*warnings, *found.warnings]
     if record:
         lines.append(f"would go on from {found.path}, step {record.step:,}")
-        lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]
     lines.append(dist.together(lambda: disk_space(
         run.out_dir, sum(inputs.sizes.values()), run.train.keep, bool(run.train.best_metric))))
     if run.train.upload:

@@ -25,7 +25,7 @@ from deberta_ds.checkpoint.save import set_aside
 from deberta_ds.checkpoint.upload import check_owner
 from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.config import batch_schedule, run_config
+from deberta_ds.config import run_config
 from deberta_ds.config.model import RANDOM, ModelConfig
 from deberta_ds.config.run_config import RunConfig, SourceConfig
 from deberta_ds.engine import ds_config, engine, passes
@@ -40,7 +40,7 @@ from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking import trackers
 from deberta_ds.tracking.log import RunLog, non_default_texts, trackers_of
 from deberta_ds.training import best, meters
-from deberta_ds.training.inputs import Inputs, changed_values, check_identity, open_inputs
+from deberta_ds.training.inputs import Inputs, check_identity, open_inputs
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
@@ -77,9 +77,7 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         if run.train.upload:
             dist.on_main(lambda: check_owner(run.out_dir, run.train.upload, resume, claims=True))
         lines = [*describe(run, inputs, origins, kernels), *warnings, *found.warnings]
-        log = dist.together(lambda: RunLog(
-            run.out_dir, dist.is_main(), metrics=metrics_of(run), total_steps=run.train.steps,
-            track=[*trackers_of(run.log), *map(trackers.callback, callbacks)]))
+        log = dist.together(lambda: _open_log(run, callbacks))
         for line in lines:
             log.info(line)
         dist.on_main(lambda: write_config(run, inputs, origins, kernels))
@@ -91,8 +89,15 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         stop_request.leave = None  # the loop looks
         dist.barrier()
         dist.end_alarm()  # from here on the watchdog sees who fails
+        watchdog.start_at(record.step if record else 0)
         yield Started(found, record, inputs, log, stop_request, model_engine, before, now,
                       choose.in_a_line(kernels))
+
+
+def _open_log(run: RunConfig, callbacks: Sequence[Callable[[dict], None]]) -> RunLog:
+    track = [*trackers_of(run.log), *map(trackers.callback, callbacks)]
+    return RunLog(run.out_dir, dist.is_main(), metrics=metrics_of(run),
+                  total_steps=run.train.steps, track=track)
 
 
 def _leave(out_dir: str) -> None:
@@ -197,13 +202,10 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     dist.on_main(lambda: check_link(run))
     found = find.find(run.out_dir, resume)
     record = dist.together(lambda: read_run_record(found.path) if found.path else None)
-    if run.train.batch_warmup_steps:
-        dist.together(lambda: raise_problems(place, batch_schedule.problems_with_ranks(
-            run.train, dist.world_size(), record.step if record else 0)))
-    inputs = open_inputs(run, ds_values, place)
+    inputs = open_inputs(run, ds_values, place, record.step if record else 0)
     if record:
-        measured = check_identity(run, inputs.identity, record, str(found.path))
-        found = replace(found, warnings=(*found.warnings, *measured))
+        lines = check_identity(run, inputs.identity, record, str(found.path))
+        found = replace(found, warnings=(*found.warnings, *lines))
     return found, record, inputs
 
 
@@ -305,8 +307,6 @@ def restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord
     if others and "cuda_graph" not in record.config["train"]:
         log.info(f"the checkpoint is of version 0.2.0, whose {' and '.join(others)}: the run goes "
                  "on from it, but not bit for bit as 0.2.0 would")
-    for line in changed_values(run, record):
-        log.info(f"changed since the checkpoint: {line}")
     for line in dist.together(lambda: set_aside(run.out_dir, record.step)
                               if dist.is_main() else []):
         log.info(line)

@@ -166,7 +166,7 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
     forward, normalizers, counts = training.prepare(engine, batches)
     seeds = [seed_of(seed, step, micro_step, dist.rank()) for micro_step in range(len(batches))]
     totals: Sums = {}
-    whole_loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    whole_loss, asked = (_number(value, engine.device) for value in (0.0, float(request)))
     engine.passes.begin(normalizers, len(batches))
     for batch, number in zip(batches, seeds, strict=True):
         loss, sums = engine.passes.run(batch, number, forward,
@@ -174,7 +174,7 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
         whole_loss += loss / (dist.world_size() * len(batches))
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
-    agreed = torch.stack([whole_loss, _number(float(request), engine.device), *totals.values()])
+    agreed = torch.stack([whole_loss, asked, *totals.values()])
     agreed = dist.sum_over_ranks(agreed)
     good = agreed[0] <= ceiling  # False for NaN
     engine.passes.hand_over(good)
@@ -240,15 +240,15 @@ class BadSteps:
             raise BadStepError(f"step {step}: {self._in_a_row} bad steps in a row ({problem}); the "
                                "run has diverged: resume from an older checkpoint with a lower "
                                "optim.learning_rate")
-        place = {"first_sequence": rows_before(train, step - 1),
-                 "last_sequence": rows_before(train, step) - 1}
-        if train.on_spike == "skip":
-            return "skip", f"no update: {problem}", place
-        path = self._checkpoint(step, problem)
-        saved_state.load(self._engine, path)
-        self.spikes = SpikeRule(train.spike_sigmas, dist.together(
-            lambda: read_run_record(path)).recent_losses)
-        return "rollback", f"weights and optimizer of {path}: {problem}", place
+        detail = f"no update: {problem}"
+        if train.on_spike == "rollback":
+            path = self._checkpoint(step, problem)
+            saved_state.load(self._engine, path)
+            self.spikes = SpikeRule(train.spike_sigmas, dist.together(
+                lambda: read_run_record(path)).recent_losses)
+            detail = f"weights and optimizer of {path}: {problem}"
+        return train.on_spike, detail, {"first_sequence": rows_before(train, step - 1),
+                                        "last_sequence": rows_before(train, step) - 1}
 
     def _checkpoint(self, step: int, problem: str) -> Path:
         """Return the newest checkpoint, unless the run has come back to it too often."""
