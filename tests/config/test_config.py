@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import runpy
 import tomllib
 from pathlib import Path
@@ -50,27 +51,21 @@ def run_file(tmp_path):
 
 
 def test_later_wins_and_origins_are_remembered(run_file):
-    run, origins = run_config.load(run_file, ["--train.steps=20", "--model.num_layers=3"])
+    run, origins = run_config.load(run_file, ["--train.steps=20", "--model.num_layers=3",
+                                              "--model.position_buckets=-1"])
     assert run.train.steps == 20 and origins["train.steps"] == "command line"
     assert run.model.num_layers == 3  # over the preset's 4
+    assert run.model.position_buckets == 0  # Hugging Face writes -1
     assert origins["model.hidden_size"] == "preset tiny"
     assert origins["optim.learning_rate"] == str(run_file)
     assert origins["optim.eps"] == "default"
     assert run.objective.mask.max_ngram == 3 and origins["objective.mask.max_ngram"] == "mlm recipe"
 
 
-def test_every_problem_of_a_number_is_its_own(run_file):
-    with pytest.raises(ConfigError, match="^1 problem"):
-        run_config.load(run_file, ['--data.sources=[{path = "a", weight = -1}]'])
-
-
-def test_hugging_face_spelling_of_no_buckets(run_file):
-    assert run_config.load(run_file, ["--model.position_buckets=-1"])[0].model.position_buckets == 0
-
-
 @pytest.mark.parametrize("override, expected", [
     ("--model.hidden_sise=3", "did you mean model.hidden_size?"),
     ('--data.sources=[{path = "a", first_row = 2}]', "data.sources.0.first_row: unknown key"),
+    ('--data.sources=[{path = "a", weight = -1}]', "1 problem in "),  # of a number its own
     ("--train.steps=1.5", "valid integer"),
     ("--train.steps=true", "valid integer"),
     ("--train.steps=0", "at least 1"),
@@ -105,9 +100,8 @@ def test_hugging_face_spelling_of_no_buckets(run_file):
     ("--data.heldout_replaced=b", "heldout_replaced must have the names of heldout"),
 ])
 def test_each_problem_is_named(run_file, override, expected):
-    with pytest.raises(ConfigError, match="(?s).*") as error:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         run_config.load(run_file, [override])
-    assert expected in str(error.value)
 
 
 def test_of_many_problems_the_first_hundred_are_told(run_file):
