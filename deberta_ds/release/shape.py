@@ -97,19 +97,12 @@ def _checkpoint_shape(out_dir: Any, resume: str) -> tuple[dict[str, Any], str]:
     """Return (shape, origin) by a checkpoint of the run, any whose run.json is whole: they are all
     of one shape. Both are empty where there is none.
     """
-    if resume not in ("auto", "never"):
-        from deberta_ds.checkpoint.find import local_copy
+    has_own = isinstance(out_dir, str) and (Path(out_dir) / "checkpoints").is_dir()
+    if resume == "never" or resume == "auto" and not has_own:
+        return {}, ""
+    from deberta_ds.checkpoint.find import list_finished, local_copy, read_run_record
 
-        candidates = [local_copy(resume)]
-    elif resume == "auto" and isinstance(out_dir, str) and (Path(out_dir) / "checkpoints").is_dir():
-        from deberta_ds.checkpoint.find import list_finished
-
-        candidates = list_finished(out_dir)[::-1]
-    else:
-        candidates = []
-    for path in candidates:
-        from deberta_ds.checkpoint.run_record import read_run_record
-
+    for path in list_finished(out_dir)[::-1] if resume == "auto" else [local_copy(resume)]:
         with suppress(UserError, KeyError, TypeError):  # resuming will say what is wrong with it
             run = read_run_record(path).run(path)
             return _flat(run.model, run.objective.generator_layers), f"checkpoint {path}"
