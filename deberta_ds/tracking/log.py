@@ -125,8 +125,7 @@ class RunLog:
         self._purge_step: int | None = None
         self._lines_until_header = 0
         if is_main:
-            with naming(self.path.parent):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def info(self, text: str) -> None:
         """Print the time, then `text`: one line in a file, as many as it needs on a terminal."""
