@@ -47,8 +47,9 @@ def check_owner(out_dir: str | Path, url: str, resume: str, *, claims: bool) -> 
     there = _owner_at(system, f"{root}/{OWNER}")
     begins_there = resume.startswith(url.rstrip("/"))
     if there is None:
-        known = [path for path in find.list_finished(out_dir) if _is_same(
-            system, f"{root}/{find.DIRECTORY}/{path.name}/{find.MANIFEST}", path)]
+        known = [path for path in find.list_finished(out_dir) if remote.remote_bytes(
+            system, f"{root}/{find.DIRECTORY}/{path.name}/{find.MANIFEST}")
+            == (path / find.MANIFEST).read_bytes()]
         with suppress(FileNotFoundError):
             if not (known or begins_there) and system.find(f"{root}/{find.DIRECTORY}"):
                 there = "a run that has no checkpoint in common with this one"
@@ -73,12 +74,6 @@ def _owner_at(system, place: str) -> str | None:
         return None
     except (ValueError, KeyError, TypeError):
         return "unknown"
-
-
-def _is_same(system, place: str, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return system.cat_file(place) == (path / find.MANIFEST).read_bytes()
-    return False
 
 
 class Uploads:
