@@ -37,7 +37,7 @@ def write_hugging_face(release: Release, out: Path) -> list[str]:
         directory = out / GENERATOR_DIRECTORY if name == "generator" else out
         notes += [f"{name}: {note}" for note in _write_network(network, directory, own)]
         notes += model_files.write_tokenizer_files(release.tokenizer_files, directory,
-                                       release.main.config.max_position)
+                                                   release.main.config.max_position)
     return notes
 
 

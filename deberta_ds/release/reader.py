@@ -112,6 +112,9 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
         raise UserError(f"{path}: the token embedding has {rows['main']} rows, the generator's "
                         f"{rows['generator']}; they must be of one model: put the generator that "
                         "was trained with it in that one's place")
+    networks = release.networks().items()
+    weights = model_files.tensors_digest({f"{name} {key}": tensor for name, network in networks
+                                          for key, tensor in network.tensors.items()})
     release.tokenizer = model_files.open_tokenizer(release.tokenizer_files)
     if tokenizer is not None:
         given = Tokenizer(tokenizer)
@@ -123,10 +126,8 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
                         f"embedding only {rows['main']} rows; put the one that it was trained with "
                         "there. To add tokens, give the longer one to a run with [init] from")
     release.place = release.place or path
-    networks = release.networks().items()
     release.identity = {
-        "weights": model_files.tensors_digest({f"{name} {key}": tensor for name, network in networks
-                                   for key, tensor in network.tensors.items()}),
+        "weights": weights,
         "shape": xxhash.xxh3_128_hexdigest(repr([(name, network.config, network.rest)
                                                  for name, network in networks]).encode()),
         "tokenizer": found.sha256 if found else ""}
