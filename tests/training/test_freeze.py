@@ -15,8 +15,8 @@ from deberta_ds.config.batch_schedule import Phase
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.engine.optim import learning_rate, thaw_factor
-from deberta_ds.model.backbone import init_parameters, layer_shares
+from deberta_ds.engine.optim import layer_shares, learning_rate, thaw_factor
+from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import (
     build_model,
     held_parameters,
