@@ -34,9 +34,8 @@ from deberta_ds.engine.gpus import GPUS
 from deberta_ds.model import choose, encoder
 from deberta_ds.model import linear_cross_entropy as chunked
 from deberta_ds.model.attention.geometry import make_band, padded
-from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.kernels import attention
-from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.objectives.build import build_model, objective_of, parameter_sizes
 from deberta_ds.planner import activations
 from deberta_ds.planner.speed import LAYER_SECONDS
 
@@ -319,7 +318,7 @@ def summarize(run: RunConfig, count: Count, card: Card) -> dict:
         row = parts["attention kernels" + (" backward" if name.endswith("backward") else "")]
         row[0] += len(kernels)
         row[3] += sum(kernels.values())
-    moved = OPTIMIZER_BYTES * count_parameters(on_meta(build_model, run))
+    moved = OPTIMIZER_BYTES * sum(parameter_sizes(run).values())
     parts["optimizer"] = [0, moved, 0, moved / (card.bandwidth * MEMORY_SHARE)]
     names = ("kernels", "bytes", "flops", "seconds")
     table = {label: dict(zip(names, row, strict=True)) for label, row in parts.items()}

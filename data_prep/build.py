@@ -48,7 +48,7 @@ def main() -> None:
 
 def build(args, overrides: list[str]) -> None:
     """Build, or say what would be done."""
-    from deberta_ds.base.json_files import flatten
+    from deberta_ds.base.files import flatten
     from deberta_ds.base.numbers import counted
     from deberta_ds.corpus import recipe as recipes
     from deberta_ds.corpus.build import Build

@@ -92,7 +92,7 @@ def say_if_empty(args, documents: int, heldout_documents: int) -> None:
 
 def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
     """Do the work, into local directories; return {directory: manifest}."""
-    from deberta_ds.base.json_files import read_json
+    from deberta_ds.base.files import read_json
     from deberta_ds.corpus.filter_rules import read_rules
     from deberta_ds.corpus.outputs import fetch
     from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus

@@ -13,8 +13,7 @@ from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import rows_of_run
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import card_of, cpu_ranks
-from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import parameter_sizes
 from deberta_ds.planner import plan
 from deberta_ds.planner.speed import expected_mfu
 
@@ -85,7 +84,7 @@ def planned(name: str) -> dict[str, dict]:
     tokens = rows_of_run(run.train) * run.data.seq_len
     known = {"recipe": name, "tokens": tokens, "text_gb": round(tokens * BYTES_A_TOKEN / 4e9, 1),
              "model": origins["model.hidden_size"].removeprefix("preset deberta-v3-"),
-             "parameters": count_parameters(on_meta(build_model, run))}
+             "parameters": sum(parameter_sizes(run).values())}
     found = {}
     for card, count in CARDS[name]:
         gpu, on_cpu, ranks = card_of(card), card == "cpu", count

@@ -56,8 +56,7 @@ def main() -> None:
 
     # Heavy imports after the configs are known good.
     from deberta_ds.config.batch_schedule import rows_of_run
-    from deberta_ds.model.backbone import count_parameters, on_meta
-    from deberta_ds.objectives.build import build_model, objective_of
+    from deberta_ds.objectives.build import objective_of, parameter_sizes
     from deberta_ds.planner.epochs import describe_epochs
     from deberta_ds.planner.new_run import open_devices
     from deberta_ds.planner.plan import advise, make_plan, offloaded, recommended
@@ -73,7 +72,7 @@ def main() -> None:
     choices = make_plan(run, ds, gpu=gpu, gpus=gpus, nodes=nodes, mfu=mfu)
     ranks = gpus * nodes
     accumulation = ds_config.accumulation_steps(run, ranks)
-    parameters = count_parameters(on_meta(build_model, run))
+    parameters = sum(parameter_sizes(run).values())
     tokens = rows_of_run(run.train) * run.data.seq_len
     facts = [
         *describe_epochs(run),

@@ -78,7 +78,7 @@ def prediction_file(root: Path, task: "Task") -> Path | None:
 
 def score_of(result: Path) -> float:
     """Return the score in a run's result.json."""
-    from deberta_ds.base.json_files import read_json
+    from deberta_ds.base.files import read_json
 
     score = read_json(result).get("score")
     if isinstance(score, bool) or not isinstance(score, int | float):

@@ -7,15 +7,15 @@ import transformers
 from export_cases import FAMILIES
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.release import configs
+from deberta_ds.release import foreign
 
 MS_FILES = ("pytorch_model.bin", "model_config.json")
 
 
 def transformers_model(family, head="Model"):
     config = ModelConfig(**FAMILIES[family])
-    kind = configs.V1 if family == "v1" else configs.V2
-    values = configs.to_hugging_face(config, kind=kind, rest={"legacy": False})
+    kind = foreign.V1 if family == "v1" else foreign.V2
+    values = foreign.to_hugging_face(config, kind=kind, rest={"legacy": False})
     prefix = {"v1": "Deberta"}.get(family, "DebertaV2")
     model = getattr(transformers, prefix + head)(
         getattr(transformers, prefix + "Config")(**values)).eval()
@@ -38,7 +38,7 @@ def microsoft_directory(path, family, *, key_bias=0.0, **tensors):
         if name.endswith("key_proj.bias") and family == "v1":
             state[name] = torch.full_like(state[name], key_bias)
     torch.save(state | tensors, path / MS_FILES[0])
-    values = configs.to_microsoft(config, {}) | {
+    values = foreign.to_microsoft(config, {}) | {
         "pooling": {"hidden_size": 32, "dropout": 0.2, "hidden_act": "gelu"}, "cls_drop_out": 0.3}
     (path / MS_FILES[1]).write_text(json.dumps(values))
     return path

@@ -11,7 +11,7 @@ from deberta_ds.base.files import read_file
 from deberta_ds.config.run_config import InitConfig, RunConfig, from_dict
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.initialize import initial_tensors
-from deberta_ds.release.native import release_of_state
+from deberta_ds.release.model_files import release_of_state
 from deberta_ds.release.networks import Network, Release
 
 BASE = {"vocab_size": 640, "hidden_size": 32, "num_layers": 4, "num_heads": 4,

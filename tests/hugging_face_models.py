@@ -7,7 +7,7 @@ import transformers
 
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import init_parameters
-from deberta_ds.release import configs, names
+from deberta_ds.release import foreign
 
 BASE = ModelConfig(vocab_size=300, hidden_size=48, num_layers=3, num_heads=4, intermediate_size=96,
                    max_position=512, hidden_dropout=0.0, attention_dropout=0.0,
@@ -40,11 +40,11 @@ def random_values(module):
 
 def hugging_face(config, tensors):
     """Return the transformers model of `config` with our `tensors` of a backbone."""
-    is_v1 = configs.is_v1_shape(config) and not config.key_bias
-    values = configs.to_hugging_face(config, kind=configs.V1 if is_v1 else configs.V2, rest={})
-    theirs = names.to_theirs(tensors, config)
+    is_v1 = foreign.is_v1_shape(config) and not config.key_bias
+    values = foreign.to_hugging_face(config, kind=foreign.V1 if is_v1 else foreign.V2, rest={})
+    theirs = foreign.to_theirs(tensors, config)
     if is_v1:
-        theirs = names.pack_v1(theirs, config.num_heads)
+        theirs = foreign.pack_v1(theirs, config.num_heads)
         model = transformers.DebertaModel(transformers.DebertaConfig(**values))
     else:
         model = transformers.DebertaV2Model(transformers.DebertaV2Config(**values))

@@ -53,11 +53,12 @@ keep = 10
 """
 
 
-def make_run(root: Path, dropout: float = 0.0, two_layers: bool = False, **extra: str) -> Path:
+def make_run(root: Path, dropout: float = 0.0, two_layers: bool = False, **extra: str | None
+             ) -> Path:
     """Write tokenizer, corpora and run.toml under `root`; return the run file.
 
     `two_layers`: in both networks, as few as the enhanced mask decoder takes.
-    `extra` maps a line of the template's key to another value, such as steps="10".
+    `extra` maps a line of the template's key to another value, such as steps="10"; None: no line.
     """
     root.mkdir(parents=True, exist_ok=True)
     (root / "spm.model").write_bytes(Path(tokenizer_path()).read_bytes())
@@ -70,7 +71,7 @@ def make_run(root: Path, dropout: float = 0.0, two_layers: bool = False, **extra
                       generator="generator_layers = 2\n" * two_layers)
     for key, value in extra.items():
         lines = [f"{key} = {value}" if line.startswith(f"{key} =") else line
-                 for line in text.splitlines()]
+                 for line in text.splitlines() if value or not line.startswith(f"{key} =")]
         text = "\n".join(lines)
     (root / "run.toml").write_text(text)
     return root / "run.toml"

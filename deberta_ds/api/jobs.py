@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_json
 from deberta_ds.base.numbers import counted
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.find import BEST

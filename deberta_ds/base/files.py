@@ -1,12 +1,18 @@
-"""Whole-or-nothing file writing, and checksums.
+"""Files written whole or not at all, checksums, and JSON that somebody else may have written.
 
 A reader never sees half a file: data goes to a temporary name in the same directory, is flushed to
 disk, and is then renamed over the final name.
+
+The one parser of JSON takes nothing for good that is not. It rejects, beyond what `json` rejects, a
+key that is written twice (Python would take the last one), NaN and infinities (JSON has none),
+numbers that overflow, half characters, brackets without end.
 """
 
 import errno
 import fcntl
 import hashlib
+import json
+import math
 import os
 import re
 import shutil
@@ -18,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
@@ -27,6 +33,7 @@ from deberta_ds.base.errors import UserError, naming
 MANIFEST = "manifest.json"  # what a directory of shards holds, with its checksums
 _HOST = f"{zlib.crc32(socket.gethostname().encode()) % 0x1000:03x}"
 _OLD_SECONDS = 60.0  # of a file of another host, whose lock may not be seen from here
+_LARGEST = 1 << 100  # what a double, and so every computation with it, takes without overflow
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust pass one on
 
 
@@ -169,3 +176,97 @@ def xxh3(path: str | Path) -> str:
     """Return the xxh3-128 checksum of a file as 32 hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
+    """Return the value of JSON text (bytes: UTF-8, a byte order mark may lead); else ValueError.
+
+    `strict=False` leaves NaN, infinities and half characters to a caller who can name their key.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8-sig")
+    try:
+        values = json.loads(text, object_pairs_hook=_unique, parse_int=_whole_number,
+                            parse_constant=_refuse if strict else None,
+                            parse_float=_finite if strict else None)
+    except RecursionError:
+        raise ValueError("brackets are nested too deep") from None
+    # The half of a pair: no file name and no output takes it.
+    if strict and ("\\ud" in text or "\\uD" in text):
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"half a character, {error.object[error.start]!a}") from None
+    return values
+
+
+def read_json(path: str | Path | ReadFile) -> dict:
+    """Return the JSON object of a file; UserError if it is missing, damaged or something else."""
+    try:
+        file = path if isinstance(path, ReadFile) else read_file(path)
+        values = parse_json(file.data)
+    except UserError as error:
+        raise UserError(f"{path}: cannot be read ({str(error).removeprefix(f'{path}: ')})"
+                        ) from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return values
+
+
+def typed(form: Any, values: Any) -> Any:
+    """Return JSON values as a dataclass (or another type), strict about types; else ValueError."""
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(form).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise ValueError(f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+
+
+@cache
+def _adapter(form: Any) -> Any:
+    """Return what checks a form: it takes 5 ms to make, and a mixture opens many manifests."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(form)
+
+
+def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
+    """Return {"section.key": value} for nested tables; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f'"{twice}" is written twice')
+    return found
+
+
+def _refuse(text: str):
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _whole_number(text: str) -> int:
+    """Return the number of JSON's digits; ValueError where no double takes it."""
+    if len(text) > 40 or abs(int(text)) > _LARGEST:
+        raise ValueError(f"{text[:20]}... is too large a number")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return value

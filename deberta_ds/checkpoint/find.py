@@ -29,8 +29,7 @@ import xxhash
 from pydantic import Field
 
 from deberta_ds.base.errors import UserError, first_line, listed, looked_in, naming
-from deberta_ds.base.files import MANIFEST, cache_directory, xxh3
-from deberta_ds.base.json_files import parse_json, read_json, typed
+from deberta_ds.base.files import MANIFEST, cache_directory, parse_json, read_json, typed, xxh3
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig, from_dict

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import listed
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_json
 from deberta_ds.checkpoint.find import (
     LAYOUT_FILE,
     RUN_FILE,

@@ -21,8 +21,7 @@ from pathlib import Path
 import xxhash
 
 from deberta_ds.base.errors import UserError, first_line
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json, read_json
+from deberta_ds.base.files import parse_json, read_json, write_atomic
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.find import BEST
 from deberta_ds.checkpoint.save import is_permanent, outdated
@@ -48,8 +47,9 @@ def check_owner(out_dir: str | Path, url: str, resume: str, *, claims: bool) -> 
     there = _owner_at(system, f"{root}/{OWNER}")
     begins_there = resume.startswith(url.rstrip("/"))
     if there is None:
-        known = [path for path in find.list_finished(out_dir) if _is_same(
-            system, f"{root}/{find.DIRECTORY}/{path.name}/{find.MANIFEST}", path)]
+        known = [path for path in find.list_finished(out_dir) if remote.remote_bytes(
+            system, f"{root}/{find.DIRECTORY}/{path.name}/{find.MANIFEST}")
+            == (path / find.MANIFEST).read_bytes()]
         with suppress(FileNotFoundError):
             if not (known or begins_there) and system.find(f"{root}/{find.DIRECTORY}"):
                 there = "a run that has no checkpoint in common with this one"
@@ -76,12 +76,6 @@ def _owner_at(system, place: str) -> str | None:
         return "unknown"
 
 
-def _is_same(system, place: str, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return system.cat_file(place) == (path / find.MANIFEST).read_bytes()
-    return False
-
-
 class Uploads:
     """The copies of one run. `current` is the checkpoint that must not be deleted meanwhile."""
 
@@ -93,8 +87,8 @@ class Uploads:
         self._is_due, self._is_at_work = threading.Event(), False
         threading.Thread(target=self._work, name="upload", daemon=True).start()
 
-    def begin(self) -> None:
-        """Begin a round, after the one that is at work."""
+    def begin_round(self) -> None:
+        """Copy what is missing, after the round that is at work."""
         self._is_due.set()
 
     def is_running(self) -> bool:

@@ -28,7 +28,7 @@ from deberta_ds.base.errors import (
     tell,
     user_message,
 )
-from deberta_ds.base.json_files import flatten
+from deberta_ds.base.files import flatten
 
 _left_gloo = False
 

@@ -18,8 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError, refuse_pipe
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json, typed
+from deberta_ds.base.files import parse_json, typed, write_atomic
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.signals import started_at
 

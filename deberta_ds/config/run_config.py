@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line
 from deberta_ds.base.errors import ConfigError
-from deberta_ds.base.json_files import flatten
+from deberta_ds.base.files import flatten
 from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
 from deberta_ds.config.objective import ObjectiveConfig, mask_defaults
 from deberta_ds.config.options import (

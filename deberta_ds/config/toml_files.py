@@ -15,7 +15,7 @@ from typing import Any
 
 from deberta_ds.base import command_line
 from deberta_ds.base.errors import ConfigError, UserError, looked_in, refuse_pipe
-from deberta_ds.base.json_files import flatten, read_json, typed
+from deberta_ds.base.files import flatten, read_json, typed
 
 BUILT = "corpus.json"
 

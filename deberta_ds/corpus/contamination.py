@@ -21,8 +21,7 @@ import numpy as np
 import xxhash
 
 from deberta_ds.base.errors import UserError, still_at_work
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import read_json, typed
+from deberta_ds.base.files import read_json, typed, write_atomic
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, plan_units
 from deberta_ds.corpus.findings import (
     FINDINGS_VERSION,

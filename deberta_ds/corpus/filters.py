@@ -20,8 +20,7 @@ import xxhash
 
 from deberta_ds.base.command_line import find
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_json, write_atomic
 from deberta_ds.base.user_code import OwnCodeError, call, digest, load, short_name
 from deberta_ds.corpus import quality
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of

@@ -13,8 +13,7 @@ from pathlib import Path
 import xxhash
 
 from deberta_ds.base.errors import UserError, naming, still_at_work
-from deberta_ds.base.files import xxh3
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_json, xxh3
 from deberta_ds.corpus.documents import BAD, Extent
 from deberta_ds.files.remote import remote_state, stamp_of
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line, user_code
-from deberta_ds.base.json_files import flatten
+from deberta_ds.base.files import flatten
 from deberta_ds.config.options import STRICT, option, validate
 from deberta_ds.config.toml_files import read_with_overrides
 from deberta_ds.corpus.documents import ReadOptions

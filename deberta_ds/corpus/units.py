@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError, listed, naming, still_at_work, tell
-from deberta_ds.base.files import read_file, write_atomic
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_file, read_json, write_atomic
 from deberta_ds.cluster import signals
 from deberta_ds.corpus.identity import RECORDS, Part, Units, digest_of, inputs_of, read_inputs
 

@@ -21,8 +21,14 @@ import xxhash
 from pydantic import NonNegativeInt
 
 from deberta_ds.base.errors import UserError, naming, refuse_pipe
-from deberta_ds.base.files import MANIFEST, cache_directory, read_file, write_atomic
-from deberta_ds.base.json_files import parse_json, typed
+from deberta_ds.base.files import (
+    MANIFEST,
+    cache_directory,
+    parse_json,
+    read_file,
+    typed,
+    write_atomic,
+)
 from deberta_ds.files.remote import BLOCKS, Cache, file_system, put, remote_bytes, tried
 
 BLOCK_BYTES = 1 << 17

@@ -33,8 +33,7 @@ import numpy as np
 from pydantic import Field
 
 from deberta_ds.base.errors import UserError, naming, refuse_pipe
-from deberta_ds.base.files import MANIFEST, atomic_path, write_atomic, xxh3
-from deberta_ds.base.json_files import parse_json, typed
+from deberta_ds.base.files import MANIFEST, atomic_path, parse_json, typed, write_atomic, xxh3
 from deberta_ds.config.toml_files import BUILT
 
 FRAME_TOKENS = 2  # [CLS] and [SEP] of every segment

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line
 from deberta_ds.base.errors import ConfigError, raise_problems, refuse_pipe
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.files import parse_json
 from deberta_ds.base.numbers import counted
 from deberta_ds.config.options import STRICT, nearest, problems_of
 from deberta_ds.config.run_config import RunConfig

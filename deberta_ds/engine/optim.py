@@ -32,7 +32,7 @@ from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.state import Piece, buffers, layout_of
-from deberta_ds.model.backbone import layer_shares
+from deberta_ds.model.backbone import places
 
 _AT_ONCE = 1 << 25  # elements of the matrices that are worked on together
 _ROUNDS = 5
@@ -75,6 +75,21 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, waiting: Collection[st
         raise UserError(f"optim.name: {optim.name} returned {type(optimizer).__name__}; it must "
                         "return a torch.optim.Optimizer")
     return optimizer
+
+
+def layer_shares(names: Collection[str], decay: float) -> dict[str, float]:
+    """Return {parameter: its learning rate as a share}: lower layers move less (ELECTRA, 3.1).
+
+    A head 1, the top layer `decay`, each layer below that times `decay`, and what lies below the
+    first layer (tables, their norms) once more.
+    """
+    found = places(names)
+    depths = {"": 0}
+    for place in found.values():
+        for network in ("", place.network):
+            depths[network] = max(depths.get(network, 0), place.layer + 1)
+    return {name: 1.0 if place.part == "head" else decay ** (depths[place.network] - place.layer)
+            for name, place in found.items()}
 
 
 def _split(model: nn.Module, groups: list[dict], key: str, values: Mapping[str, float | str | bool]

@@ -35,7 +35,7 @@ Sums = dict[str, Tensor]
 Forward = Callable[[Any], tuple[Tensor, Sums]]  # a micro-batch -> its loss, detached sums
 
 
-def obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
+def graph_obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
     """Return why micro-batches of a run do not become CUDA graphs, or an empty string."""
     if run.train.cuda_graph == "off":
         return "train.cuda_graph = 'off'"
@@ -72,7 +72,7 @@ def are_summed(ds: dict, accumulates: bool) -> bool:
 
 def build_passes(engine, run: RunConfig, ds: dict) -> "HookedPasses":
     """Return what makes the passes of a run's micro-batches."""
-    reason = obstacle(run, ds, engine.device.type)
+    reason = graph_obstacle(run, ds, engine.device.type)
     if reason and engine.device.type == "cuda" and run.train.cuda_graph != "off":
         _LOG.info("%s: %s", _NO_GRAPH, reason)
     if reason and not are_summed(ds, ds["gradient_accumulation_steps"] > 1):

@@ -38,8 +38,8 @@ from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.objectives.mlm import Queries, masked_batch, queries_of
+from deberta_ds.release.model_files import exported_word_ids
 from deberta_ds.release.reader import LoadedModel
-from deberta_ds.release.tokenizer_files import exported_word_ids
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.pairs import MinimalPair, encode_sentences, outcomes, undecided
 

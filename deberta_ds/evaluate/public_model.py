@@ -10,13 +10,8 @@ from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.numbers import format_count
 from deberta_ds.checkpoint.find import local_copy
 from deberta_ds.evaluate.fill_mask import check_fills_masks, fill_mask
-from deberta_ds.release.read_back import (
-    SENTENCES,
-    TOLERANCE,
-    changes_beyond_reach,
-    check_tokenizer,
-    hidden_state_error,
-)
+from deberta_ds.release.networks import TOLERANCE, changes_beyond_reach
+from deberta_ds.release.read_back import SENTENCES, check_tokenizer, hidden_state_error
 from deberta_ds.release.reader import loaded, read_release
 
 _TEXT = "Paris is the [MASK] of France."

@@ -16,8 +16,14 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
 from deberta_ds.base.errors import UserError, first_line, refuse_pipe
-from deberta_ds.base.files import MANIFEST, atomic_path, cache_directory, read_file, write_atomic
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import (
+    MANIFEST,
+    atomic_path,
+    cache_directory,
+    read_file,
+    read_json,
+    write_atomic,
+)
 
 BLOCKS = "blocks"  # of a corpus: how it is read in parts, see data/remote.py
 TRIES = 8

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr, BinaryIO, NamedTuple
 
 from deberta_ds.base.errors import UserError, naming
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.files import parse_json
 from deberta_ds.files.inputs import open_bytes, open_seekable, suffix_of
 from deberta_ds.tokenizer.text import TO_UTF8
 

@@ -30,21 +30,14 @@ import xxhash
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_json, write_atomic
 from deberta_ds.checkpoint.find import local_copy
 from deberta_ds.config.options import validate
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.publish import hf
-from deberta_ds.release import configs
-from deberta_ds.release.networks import Network
+from deberta_ds.release import foreign, model_files
+from deberta_ds.release.networks import Network, with_a_row_a_distance
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.relative_rows import with_a_row_a_distance
-from deberta_ds.release.tensors import (
-    SAFETENSORS,
-    write_safetensors,
-)
-from deberta_ds.release.tokenizer_files import find_tokenizer_files, write_tokenizer_files
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import Tokenizer
@@ -98,19 +91,19 @@ def save_finetuned(
     name = class_name(task, kind)
     tensors, aside, _ = hf.split_tensors(network, kind, "ForSequenceClassification")
     if aside:  # rows of the relative table that transformers would read and we do not
-        write_safetensors(directory / hf.SIDE_FILE, aside)
+        model_files.write_safetensors(directory / hf.SIDE_FILE, aside)
     prefix = HEAD if name is None else ""
     for key, value in _inside(weights, HEAD).items():
         key = key.replace("classifier.", _QA) if task.head == "answer" else key
         tensors[prefix + key] = value
-    write_safetensors(directory / SAFETENSORS, tensors)
-    values = configs.to_hugging_face(network.config, kind=kind,
+    model_files.write_safetensors(directory / model_files.SAFETENSORS, tensors)
+    values = foreign.to_hugging_face(network.config, kind=kind,
                                      rest=_head_values(task, settings, name))
     values |= {"architectures": [name or hf.CLASS_PREFIX[kind] + "Model"], "dtype": "float32",
                "pad_token_id": tokenizer.pad_id}
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
-    if not find_tokenizer_files(directory):
-        write_tokenizer_files(tokenizer.files, directory, settings.max_length)
+    if not model_files.find_tokenizer_files(directory):
+        model_files.write_tokenizer_files(tokenizer.files, directory, settings.max_length)
     files = {split: Path(name).name if os.path.isabs(name) else name  # the rest is private
              for split, name in task.files.items()}
     facts = {"format": _FORMAT, "task": dataclasses.asdict(dataclasses.replace(task, files=files)),
@@ -126,7 +119,7 @@ def mark_failed(directory: Path, failure: str) -> None:
 
 def class_name(task: Task, kind: str) -> str | None:
     """Return the transformers class that computes the task's scores, None if there is none."""
-    if task.head == "choice" and kind == configs.V1:
+    if task.head == "choice" and kind == foreign.V1:
         return "DebertaForSequenceClassification"
     end = _CLASSES.get(task.head)
     return hf.CLASS_PREFIX[kind] + end if end else None

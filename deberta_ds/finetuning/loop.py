@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError, listed
-from deberta_ds.base.json_files import read_json, typed
+from deberta_ds.base.files import read_json, typed
 from deberta_ds.base.numbers import counted
 from deberta_ds.checkpoint import find, saved_state
 from deberta_ds.checkpoint.find import MANIFEST, RUN_FILE

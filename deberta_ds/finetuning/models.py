@@ -20,9 +20,9 @@ from deberta_ds.config.run_config import ModelConfig, to_dict
 from deberta_ds.finetuning.directory import Finetuned, is_finetuned, load_finetuned
 from deberta_ds.finetuning.heads import TaskModel
 from deberta_ds.model.backbone import Backbone, init_parameters
+from deberta_ds.release.model_files import tensors_digest
+from deberta_ds.release.networks import a_row_a_distance
 from deberta_ds.release.reader import check_same, read_release
-from deberta_ds.release.relative_rows import a_row_a_distance
-from deberta_ds.release.tensors import tensors_digest
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import Tokenizer

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import read_json, typed
+from deberta_ds.base.files import read_json, typed, write_atomic
 from deberta_ds.cluster import dist, lock
 from deberta_ds.engine.ds_config import precision
 from deberta_ds.finetuning.answers import write_official

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.json_files import flatten, read_json
+from deberta_ds.base.files import flatten, read_json
 from deberta_ds.cluster import dist
 from deberta_ds.finetuning.directory import (
     RESULT,

@@ -16,7 +16,7 @@ leaves it at PyTorch's default).
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -135,18 +135,3 @@ def parameters_in(parts: dict[str, set[str]], label: str) -> set[str]:
         f"{layers[1]}{number}" for number in range(int(layers[2]), int(layers[3]) + 1)]
     is_whole = all(one in parts for one in labels)
     return {name for one in labels for name in parts[one]} if is_whole else set()
-
-
-def layer_shares(names: Collection[str], decay: float) -> dict[str, float]:
-    """Return {parameter: its learning rate as a share}: lower layers move less (ELECTRA, 3.1).
-
-    A head 1, the top layer `decay`, each layer below that times `decay`, and what lies below the
-    first layer (tables, their norms) once more.
-    """
-    found = places(names)
-    depths = {"": 0}
-    for place in found.values():
-        for network in ("", place.network):
-            depths[network] = max(depths.get(network, 0), place.layer + 1)
-    return {name: 1.0 if place.part == "head" else decay ** (depths[place.network] - place.layer)
-            for name, place in found.items()}

@@ -1,4 +1,4 @@
-"""RunConfig -> its objective, and the model that is trained."""
+"""RunConfig -> its objective, the model, and which parts of it are trained."""
 
 from collections.abc import Collection, Iterable
 
@@ -58,6 +58,11 @@ def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:
     return model
 
 
+def parameter_sizes(run: RunConfig) -> dict[str, int]:
+    """Return {parameter: number of its elements} of a run's model."""
+    return {name: p.numel() for name, p in on_meta(build_model, run).named_parameters()}
+
+
 def held_parameters(run: RunConfig, names: Collection[str]) -> tuple[set[str], set[str]]:
     """Return the parameters that never move, and those that wait for step train.freeze_steps."""
     if not (run.train.freeze or run.init.embeddings_only):
@@ -68,25 +73,32 @@ def held_parameters(run: RunConfig, names: Collection[str]) -> tuple[set[str], s
     return (fixed, named - fixed) if run.train.freeze_steps else (fixed | named, set())
 
 
-def freeze_problems(run: RunConfig, ds: dict) -> list[str]:
-    """Return what is wrong with train.freeze for a run's model and DeepSpeed JSON."""
-    train = run.train
-    if not (train.freeze or run.init.embeddings_only):
-        return []
-    names = [name for name, _ in on_meta(build_model, run).named_parameters()]
+def objective_problems(run: RunConfig, ds: dict) -> list[str]:
+    """Return what is wrong with a run's objective, its scores, and what it freezes with a DeepSpeed
+    JSON.
+    """
+    found = _freeze_problems(run, ds) if run.train.freeze or run.init.embeddings_only else []
+    scores = [metric.key for metric in metrics_of(run)]
+    found += [f"evaluate.metrics: {name} is the name of another score; call the function otherwise"
+              for name in {name for name in scores if scores.count(name) > 1}]
+    return [*found, *objective_of(run).problems(run)]
+
+
+def _freeze_problems(run: RunConfig, ds: dict) -> list[str]:
+    train, names = run.train, parameter_sizes(run)
     parts, held = parts_of(names), held_parameters(run, names)
     known = [part for part in parts if "layers." not in part]
     ranges = [f"{part}.0-{sum(one.startswith(f'{part}.') for one in parts) - 1}"
               for part in known if part.endswith("layers")]
-    problems = [f"train.freeze: no {label!r} in this model{nearest(label, known)}; there are "
-                f"{', '.join(known)}, and single layers or some of {', '.join(ranges)}"
-                for label in train.freeze if not parameters_in(parts, label)]
+    found = [f"train.freeze: no {label!r} in this model{nearest(label, known)}; there are "
+             f"{', '.join(known)}, and single layers or some of {', '.join(ranges)}"
+             for label in train.freeze if not parameters_in(parts, label)]
     if len(set.union(*held)) == len(names):
-        problems.append("train.freeze names every parameter; leave out a part to be trained")
+        found.append("train.freeze names every parameter; leave out a part to be trained")
     if train.freeze_steps >= train.steps:
-        problems.append(f"train.freeze_steps = {train.freeze_steps}: not below train.steps = "
-                        f"{train.steps}; leave it out to freeze all along")
+        found.append(f"train.freeze_steps = {train.freeze_steps}: not below train.steps = "
+                     f"{train.steps}; leave it out to freeze all along")
     if held[0] and "nvme" in str(ds.get("zero_optimization")):
-        problems.append("train.freeze, init.embeddings_only: what is frozen is not saved from NVMe;"
-                        ' write "device": "cpu" and no nvme_path in the DeepSpeed JSON')
-    return problems
+        found.append("train.freeze, init.embeddings_only: what is frozen is not saved from NVMe;"
+                     ' write "device": "cpu" and no nvme_path in the DeepSpeed JSON')
+    return found

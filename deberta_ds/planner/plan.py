@@ -20,12 +20,11 @@ from deberta_ds.config.batch_schedule import micro_batches, phases, problems_wit
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import Gpu
-from deberta_ds.engine.passes import are_summed, obstacle
-from deberta_ds.model.backbone import on_meta
+from deberta_ds.engine.passes import are_summed, graph_obstacle
 from deberta_ds.model.precision import DTYPES
-from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.objectives.build import objective_of, parameter_sizes
 from deberta_ds.planner.activations import Activations, trace
-from deberta_ds.training import goodput
+from deberta_ds.training import meters
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _MANY_RANKS, _MANY_RANKS_BUCKET = 256, 200_000_000  # at least
@@ -171,7 +170,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     if peak_flops is None:
         raise UserError("this card has no bf16: give a DeepSpeed JSON of fp16, such as "
                         "--deepspeed_config ds_configs/zero1_fp16.json")
-    sizes = [parameter.numel() for parameter in on_meta(build_model, run).parameters()]
+    sizes = list(parameter_sizes(run).values())
     parameters, tensors = sum(sizes), len(sizes)
     raise_problems("batch", problems_with_ranks(run.train, ranks, 0))
     full, seq_len = run.train.global_batch_size, run.data.seq_len
@@ -189,7 +188,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
             if ds_config.problems_between(staged):
                 continue  # pretrain would reject it
-            summed = are_summed(staged, accumulation > 1) or not obstacle(
+            summed = are_summed(staged, accumulation > 1) or not graph_obstacle(
                 run, staged, "cpu" if gpu.is_cpu else "cuda")
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1, summed)
             # Full recomputation repeats the forward pass: a third of forward + backward.
@@ -232,10 +231,10 @@ def advise(run: RunConfig, ds: dict, best: Choice, parameters: int, *, gpu: Gpu,
         if ds_config.precision(ds) == "bf16" and "communication_data_type" not in ds:
             lines.append('communication_data_type = "fp32": sums of so many ranks in bf16 are '
                          "biased (it doubles what the gradients send)")
-    pause = goodput.pause_of_copy(parameters, ranks)
-    interval = goodput.save_interval(ranks, pause)
-    share = max(0.0, 1.0 - goodput.lost_share(ranks, pause, interval))
-    return [*lines, f"failures: one in {goodput.seconds_between_failures(ranks) / 3600:,.0f} h at "
+    pause = meters.pause_of_copy(parameters, ranks)
+    interval = meters.save_interval(ranks, pause)
+    share = max(0.0, 1.0 - meters.lost_share(ranks, pause, interval))
+    return [*lines, f"failures: one in {meters.seconds_between_failures(ranks) / 3600:,.0f} h at "
             f"Llama 3's rate; train.save_minutes = \"auto\" begins with {interval / 60:.0f} (a "
             f"copy of {pause:.2f} s); {share:.1%} of the time goes into steps"]
 

@@ -14,7 +14,7 @@ import numpy as np
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import GPUS, Gpu
-from deberta_ds.engine.passes import obstacle
+from deberta_ds.engine.passes import graph_obstacle
 from deberta_ds.objectives.build import objective_of
 
 _MATMULS = 0.65  # of the peak, step_cost's PRODUCT_SHARE: what no step exceeds
@@ -44,7 +44,7 @@ def expected_mfu(run: RunConfig, gpu: Gpu, ds: dict) -> float:
     layers = sum(one.num_layers for one in objective.encoders(run).values())
     flops = run.train.micro_batch_size * run.data.seq_len * objective.flops_per_token(run)
     kernels = flops / (peak * _REACHED * priced_mfu(run, gpu, products))
-    host = layers * LAYER_SECONDS if obstacle(run, ds, "cuda") else _REPLAY_SECONDS
+    host = layers * LAYER_SECONDS if graph_obstacle(run, ds, "cuda") else _REPLAY_SECONDS
     updates = run.train.micro_batch_size / run.train.global_batch_size  # for each, on one rank
     return flops / peak / (max(kernels, host) + updates * _UPDATE_SECONDS)
 

@@ -16,17 +16,13 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.base.version import __version__
 from deberta_ds.publish.hf import write_hugging_face
 from deberta_ds.publish.onnx_files import require_onnx, write_onnx
-from deberta_ds.release import configs, names, read_back
-from deberta_ds.release.native import write_ours
-from deberta_ds.release.networks import Network, Release, with_zero_key_biases
+from deberta_ds.release import foreign, model_files, networks
+from deberta_ds.release.networks import Network, Release
 from deberta_ds.release.read_back import check_hugging_face, check_tensors, check_tokenizer
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.relative_rows import with_a_row_a_distance
-from deberta_ds.release.tensors import PICKLE, write_bin
-from deberta_ds.release.tokenizer_files import copy_tokenizer_files, open_tokenizer, pad_id_of
 
 RECORD = "conversion.json"  # what a directory was written from, and how
-FILES = {"main": (PICKLE, "model_config.json"),  # microsoft's names on the Hub
+FILES = {"main": (model_files.PICKLE, "model_config.json"),  # microsoft's names on the Hub
          "generator": ("pytorch_model.generator.bin", "generator_config.json")}
 
 
@@ -77,7 +73,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     _clean_up_after_killed(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     described = [f"read: {name}: {_shape(network)}" for name, network in release.networks().items()]
-    changes = read_back.changes_beyond_reach(release)
+    changes = networks.changes_beyond_reach(release)
     if to == "hf":
         release = _with_readable_tables(release)
     try:
@@ -131,11 +127,11 @@ def _clean_up_after_killed(out: Path) -> None:
 
 
 def _with_readable_tables(release: Release) -> Release:
-    networks, notes = {}, list(release.notes)
+    plain, notes = {}, list(release.notes)
     for name, network in release.networks().items():
-        networks[name], more = with_a_row_a_distance(network, name)
+        plain[name], more = networks.with_a_row_a_distance(network, name)
         notes += more
-    return replace(release, main=networks["main"], generator=networks.get("generator"), notes=notes)
+    return replace(release, main=plain["main"], generator=plain.get("generator"), notes=notes)
 
 
 def _shape(network: Network) -> str:
@@ -153,7 +149,7 @@ def _check(release: Release, out: Path, to: str) -> tuple[list[str], list[str]]:
     warnings = []
     if to == "hf":
         checks += check_hugging_face(release, out)
-        if not open_tokenizer(release.tokenizer_files):
+        if not model_files.open_tokenizer(release.tokenizer_files):
             warnings = ["no tokenizer: the source has none; give its path with --tokenizer"]
         elif differing := check_tokenizer(out):
             warnings = [f"AutoTokenizer differs from the training tokenizer on {line}"
@@ -166,18 +162,18 @@ def _check(release: Release, out: Path, to: str) -> tuple[list[str], list[str]]:
 def write_microsoft(release: Release, out: Path) -> list[str]:
     """Write a directory in microsoft's format; return notes on what was written and derived."""
     notes: list[str] = []
-    own = pad_id_of(release.tokenizer_files)
+    own = model_files.pad_id_of(release.tokenizer_files)
     for name, network in release.networks().items():
         weights, config = FILES[name]
         tensors = microsoft_tensors(network, notes)
-        write_bin(out / weights, tensors)
-        values = configs.to_microsoft(network.config, network.rest | own)
+        model_files.write_bin(out / weights, tensors)
+        values = foreign.to_microsoft(network.config, network.rest | own)
         write_atomic(out / config, json.dumps(values, indent=2) + "\n")
         notes.append(f"written: {out / weights} ({len(tensors)} tensors)")
         if not network.config.absolute_input and "positions.weight" not in network.tensors:
             notes.append(f"absent: {name} has no absolute position table in the source; the "
                          "official code starts it at random")
-    return notes + copy_tokenizer_files(release.tokenizer_files, out)
+    return notes + model_files.copy_tokenizer_files(release.tokenizer_files, out)
 
 
 def microsoft_tensors(network: Network, notes: list[str]) -> dict[str, Tensor]:
@@ -185,11 +181,11 @@ def microsoft_tensors(network: Network, notes: list[str]) -> dict[str, Tensor]:
     config = network.config
     tensors = network.tensors
     if not config.key_bias:
-        tensors = with_zero_key_biases(network)
+        tensors = networks.with_zero_key_biases(network)
         notes.append("derived: zero key biases, which the official code gives v1 models")
-    theirs = names.to_theirs(tensors, config)
-    return {(names.PREFIX if names.is_encoder_name(name) else "") + name: tensor
+    theirs = foreign.to_theirs(tensors, config)
+    return {(foreign.PREFIX if foreign.is_encoder_name(name) else "") + name: tensor
             for name, tensor in theirs.items()}
 
 
-WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
+WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": model_files.write_ours}

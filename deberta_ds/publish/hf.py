@@ -17,15 +17,12 @@ from torch import Tensor
 
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.files import write_atomic
-from deberta_ds.release import configs, names
-from deberta_ds.release.networks import Network, Release, with_zero_key_biases
+from deberta_ds.release import foreign, model_files, networks
+from deberta_ds.release.networks import Network, Release
 from deberta_ds.release.reader import SIDE_FILE
-from deberta_ds.release.relative_rows import UNREAD_ROWS, without_unread_rows
-from deberta_ds.release.tensors import SAFETENSORS, write_safetensors
-from deberta_ds.release.tokenizer_files import pad_id_of, write_tokenizer_files
 
 GENERATOR_DIRECTORY = "generator"
-CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
+CLASS_PREFIX = {foreign.V1: "Deberta", foreign.V2: "DebertaV2"}
 # transformers class: the tensors it owns next to the encoder's.
 _HEAD_OF = {"Model": (), "ForMaskedLM": ("lm_predictions.",),
             "ForSequenceClassification": ("pooler.", "classifier."),
@@ -35,19 +32,19 @@ _HEAD_OF = {"Model": (), "ForMaskedLM": ("lm_predictions.",),
 
 def write_hugging_face(release: Release, out: Path) -> list[str]:
     """Write a release as a Hugging Face directory; return notes on what went where."""
-    notes, own = [], pad_id_of(release.tokenizer_files)
+    notes, own = [], model_files.pad_id_of(release.tokenizer_files)
     for name, network in release.networks().items():
         directory = out / GENERATOR_DIRECTORY if name == "generator" else out
         notes += [f"{name}: {note}" for note in _write_network(network, directory, own)]
-        notes += write_tokenizer_files(release.tokenizer_files, directory,
-                                       release.main.config.max_position)
+        notes += model_files.write_tokenizer_files(release.tokenizer_files, directory,
+                                                   release.main.config.max_position)
     return notes
 
 
 def model_type(network: Network) -> str:
     """Return "deberta" where transformers' v1 class can hold the encoder exactly."""
-    is_v1 = configs.is_v1_shape(network.config) and not network.config.key_bias
-    return configs.V1 if is_v1 else configs.V2
+    is_v1 = foreign.is_v1_shape(network.config) and not network.config.key_bias
+    return foreign.V1 if is_v1 else foreign.V2
 
 
 def head_class(network: Network) -> str:
@@ -66,7 +63,7 @@ def head_class(network: Network) -> str:
         return "Model"
     if network.has("pooler.") and is_classifier:
         # A classifier that scores each of several choices; v1 has no class for that.
-        chooses = (_num_labels(network) > 1 and model_type(network) == configs.V2
+        chooses = (_num_labels(network) > 1 and model_type(network) == foreign.V2
                    and network.tensors["classifier.weight"].size(0) == 1)
         return "ForMultipleChoice" if chooses else "ForSequenceClassification"
     if network.has("qa_outputs."):
@@ -84,7 +81,7 @@ def _num_labels(network: Network) -> int:
 def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     kind, head = model_type(network), head_class(network)
     main, side, notes = split_tensors(network, kind, head)
-    values = configs.to_hugging_face(network.config, kind=kind, rest=network.rest | own)
+    values = foreign.to_hugging_face(network.config, kind=kind, rest=network.rest | own)
     values["architectures"] = [CLASS_PREFIX[kind] + head]
     values["dtype"] = "float32"  # what transformers 5 loads, and trains, files of 16 bits in
     if head == "ForMaskedLM":
@@ -97,11 +94,11 @@ def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     if classes and not values.get("id2label"):
         values["id2label"] = {str(number): f"LABEL_{number}" for number in range(classes)}
         values["label2id"] = {f"LABEL_{number}": number for number in range(classes)}
-    write_safetensors(directory / SAFETENSORS, main)
+    model_files.write_safetensors(directory / model_files.SAFETENSORS, main)
     if side:
-        write_safetensors(directory / SIDE_FILE, side)
+        model_files.write_safetensors(directory / SIDE_FILE, side)
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
-    return [f"written: {directory / SAFETENSORS} ({len(main)} tensors) as "
+    return [f"written: {directory / model_files.SAFETENSORS} ({len(main)} tensors) as "
             f"{values['architectures'][0]}", *notes]
 
 
@@ -110,27 +107,27 @@ def split_tensors(network: Network, kind: str, head: str
     """Return (tensors of the transformers class, tensors it drops, notes), under their names."""
     config = network.config
     tensors, notes = network.tensors, []
-    if kind == configs.V2 and not config.key_bias:
-        tensors = with_zero_key_biases(network)
+    if kind == foreign.V2 and not config.key_bias:
+        tensors = networks.with_zero_key_biases(network)
         notes.append("derived: zero key biases, which transformers' v2 class always has")
-    theirs = names.to_theirs(tensors, config)
-    theirs, added = without_unread_rows(theirs, config)
+    theirs = foreign.to_theirs(tensors, config)
+    theirs, added = networks.without_unread_rows(theirs, config)
     notes += added
-    if kind == configs.V1:
-        theirs = names.pack_v1(theirs, config.num_heads)
+    if kind == foreign.V1:
+        theirs = foreign.pack_v1(theirs, config.num_heads)
         notes.append("mapped: query, key and value packed into in_proj (v1)")
-    elif configs.is_v1_shape(config):
+    elif foreign.is_v1_shape(config):
         notes.append("mapped: v1 model with key biases, which transformers' v1 class cannot hold, "
                      "written as DebertaV2 without loss")
-    dropped = {name for name in theirs if "._weight" in name or name == UNREAD_ROWS}
+    dropped = {name for name in theirs if "._weight" in name or name == networks.UNREAD_ROWS}
     if not config.absolute_input:
         dropped.add("embeddings.position_embeddings.weight")
     main, side = {}, {}
-    prefix = "" if head == "Model" else names.PREFIX
+    prefix = "" if head == "Model" else foreign.PREFIX
     for name, tensor in theirs.items():
-        if names.is_encoder_name(name):
+        if foreign.is_encoder_name(name):
             if name in dropped:
-                side[names.PREFIX + name] = tensor
+                side[foreign.PREFIX + name] = tensor
             else:
                 main[prefix + name] = tensor
         else:

@@ -20,7 +20,7 @@ from deberta_ds.base.errors import UserError, of_extra
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.encoder import DecoderQueries
 from deberta_ds.publish.hf import GENERATOR_DIRECTORY, head_class
-from deberta_ds.release import networks, read_back
+from deberta_ds.release import networks
 from deberta_ds.release.networks import Network, Release
 
 TOLERANCE = 1e-4  # of the largest output, or of 1: two orders of summation in fp32
@@ -124,7 +124,7 @@ def sample_batches(config: ModelConfig, head: str) -> list[tuple[Tensor, Tensor]
 
     None has more tokens than there are absolute positions, where the network reads some.
     """
-    batches = read_back.sample_batches(config)
+    batches = networks.sample_batches(config)
     batches = [(ids_BL[:, :5], mask_BL[:, :5]) for ids_BL, mask_BL in batches[:1]] + batches
     if config.absolute_input or head == "ForMaskedLM":
         most = config.max_position

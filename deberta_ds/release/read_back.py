@@ -8,17 +8,20 @@ states.
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from deberta_ds.base.errors import UserError, first_line
-from deberta_ds.base.json_files import read_json
-from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.release.networks import Network, Release, build_backbone
+from deberta_ds.base.files import read_json
+from deberta_ds.release.model_files import find_tokenizer_files, open_tokenizer
+from deberta_ds.release.networks import (
+    TOLERANCE,
+    Network,
+    Release,
+    as_transformers_reads,
+    build_backbone,
+    sample_batches,
+)
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.relative_rows import as_transformers_reads
-from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
 
-TOLERANCE = 1e-5  # relative to the largest hidden state: fp32 rounding of two summation orders
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",
     "def load(path): return json.loads(path.read_text())  # 3.14 & more",
@@ -68,26 +71,6 @@ def check_hugging_face(release: Release, out: Path) -> list[str]:
     return lines
 
 
-@torch.no_grad()
-def changes_beyond_reach(release: Release) -> list[str]:
-    """Return a line, with figures, for each network that is another function than its Hugging Face
-    source in texts longer than the relative table.
-    """
-    lines = []
-    for name, network in release.networks().items():
-        long = sample_batches(network.config)[1:] if network.config.position_buckets else []
-        for ids_BL, mask_BL in long if network.source_table is not None else []:
-            length, reach = ids_BL.size(1), network.config.largest_distance
-            expected = build_backbone(as_transformers_reads(network, length))(ids_BL, mask_BL)
-            gap = (build_backbone(network)(ids_BL, mask_BL) - expected).abs().max()
-            if (error := (gap / expected.abs().max()).item()) > TOLERANCE:
-                lines.append(f"{name}: beyond {reach} tokens transformers reads other rows of the "
-                             f"source's relative table: at {length} tokens hidden states differ by "
-                             f"{error:.1e} relative; if the source was trained on such texts, keep "
-                             f"to {reach} tokens, or train it on longer ones again")
-    return lines
-
-
 def _load_with_transformers(directory: Path):
     import transformers
 
@@ -133,25 +116,6 @@ def hidden_state_error(theirs, network: Network, of_source: bool = False) -> flo
         hidden, real = ours(ids_BL, mask_BL), mask_BL.bool()
         gaps.append((hidden[real] - expected[real]).abs().max() / expected[real].abs().max())
     return torch.stack(gaps).max().item()  # NaN if one is
-
-
-def sample_batches(config: ModelConfig) -> list[tuple[Tensor, Tensor]]:
-    """Return ids and masks: three rows with padding, and one row longer than the relative table.
-
-    The second is there for models that take it: any without absolute positions in the input.
-    """
-    length = min(64, config.max_position)
-    generator = torch.Generator().manual_seed(0)
-    ids_BL = torch.randint(4, config.vocab_size, (3, length), generator=generator)
-    mask_BL = torch.ones_like(ids_BL)
-    mask_BL[1, length // 2:] = 0
-    mask_BL[2, 3:] = 0
-    batches = [(ids_BL * mask_BL, mask_BL)]
-    longest = config.largest_distance + config.largest_distance // 2
-    if config.relative_attention and not (config.absolute_input and longest > config.max_position):
-        ids_BL = torch.randint(4, config.vocab_size, (1, longest), generator=generator)
-        batches.append((ids_BL, torch.ones_like(ids_BL)))
-    return batches
 
 
 def check_tokenizer(out: Path, sentences=SENTENCES) -> list[str]:

@@ -19,18 +19,15 @@ import xxhash
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError, looked_in
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_json
 from deberta_ds.checkpoint.find import is_unsaved_run, local_copy, newest
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.release import configs, names, native
+from deberta_ds.release import foreign, model_files
 from deberta_ds.release import networks as modules
 from deberta_ds.release.networks import Network, Release, check_network, derive_words
-from deberta_ds.release.relative_rows import TABLE, with_unread_rows
-from deberta_ds.release.tensors import read_tensors, tensors_digest, weight_file
-from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
 from deberta_ds.tokenizer import Tokenizer
 
 SIDE_FILE = "pretraining_heads.safetensors"
@@ -99,15 +96,15 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     path = _existing(source)
     said: Callable[[str], str] = str  # our own names
     if _is_run(path):
-        release = native.read_checkpoint(path)
+        release = model_files.read_checkpoint(path)
     elif _is_ours(path):
-        release = native.read_ours(path)
+        release = model_files.read_ours(path)
     else:
         release = _read_foreign(path)
-        table = names.name_table(release.main.config)
+        table = foreign.name_table(release.main.config)
 
         def said(ours: str) -> str:
-            return next(iter(names.rename({ours: None}, table)))
+            return next(iter(foreign.rename({ours: None}, table)))
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
     rows = {name: network.config.vocab_size for name, network in release.networks().items()}
@@ -115,7 +112,10 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
         raise UserError(f"{path}: the token embedding has {rows['main']} rows, the generator's "
                         f"{rows['generator']}; they must be of one model: put the generator that "
                         "was trained with it in that one's place")
-    release.tokenizer = open_tokenizer(release.tokenizer_files)
+    networks = release.networks().items()
+    weights = model_files.tensors_digest({f"{name} {key}": tensor for name, network in networks
+                                          for key, tensor in network.tensors.items()})
+    release.tokenizer = model_files.open_tokenizer(release.tokenizer_files)
     if tokenizer is not None:
         given = Tokenizer(tokenizer)
         if release.tokenizer:
@@ -126,10 +126,8 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
                         f"embedding only {rows['main']} rows; put the one that it was trained with "
                         "there. To add tokens, give the longer one to a run with [init] from")
     release.place = release.place or path
-    networks = release.networks().items()
     release.identity = {
-        "weights": tensors_digest({f"{name} {key}": tensor for name, network in networks
-                                   for key, tensor in network.tensors.items()}),
+        "weights": weights,
         "shape": xxhash.xxh3_128_hexdigest(repr([(name, network.config, network.rest)
                                                  for name, network in networks]).encode()),
         "tokenizer": found.sha256 if found else ""}
@@ -150,13 +148,13 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
     """
     path = _existing(source)
     if _is_run(path):
-        return native.shapes_of_checkpoint(path)
+        return model_files.shapes_of_checkpoint(path)
     if _is_ours(path):
-        return {name: config for name, (config, _) in native.describe_ours(path).items()}
+        return {name: config for name, (config, _) in model_files.describe_ours(path).items()}
     shapes = {}
     for name, (weights, values, place) in _find_foreign(path).items():
-        shape, _ = configs.from_theirs(values, place, key_bias=True)
-        if configs.is_v1_shape(shape):
+        shape, _ = foreign.from_theirs(values, place, key_bias=True)
+        if foreign.is_v1_shape(shape):
             shape = _read_network(weights, values, place, []).config
         shapes[name] = shape
     return shapes
@@ -175,7 +173,7 @@ def read_tokenizer(source: str | Path) -> Tokenizer | None:
         directory = newest(directory)
     elif not _is_ours(directory):
         directory = _find_foreign(directory)["main"][0].parent
-    return open_tokenizer(find_tokenizer_files(directory))
+    return model_files.open_tokenizer(model_files.find_tokenizer_files(directory))
 
 
 def _existing(source: str | Path) -> Path:
@@ -192,12 +190,12 @@ def _existing(source: str | Path) -> Path:
 def _is_run(path: Path) -> bool:
     """Return whether a directory is a checkpoint, or a run's, be it one that has none yet."""
     return (path / "run.json").exists() or (path / "checkpoints").is_dir() or (
-        weight_file(path) is None and not _is_ours(path) and is_unsaved_run(path))
+        model_files.weight_file(path) is None and not _is_ours(path) and is_unsaved_run(path))
 
 
 def _is_ours(directory: Path) -> bool:
-    """Return whether a directory was written by `native.write_ours`."""
-    return (directory / native.MODEL_FILE).is_file()
+    """Return whether a directory was written by `model_files.write_ours`."""
+    return (directory / model_files.MODEL_FILE).is_file()
 
 
 # Of one network: its weights, its configuration as it is written, and the place of that.
@@ -216,7 +214,7 @@ def _find_foreign(path: Path) -> dict[str, _Files]:
     if path.is_dir() and not any((path / name).exists() for name in _CONFIG_NAMES):
         path = _newest_official_step(path)
     directory = path if path.is_dir() else path.parent
-    weights = weight_file(directory) if path.is_dir() else path
+    weights = model_files.weight_file(directory) if path.is_dir() else path
     if weights is None:
         raise UserError(f"{directory}: no weight file; model.safetensors or pytorch_model.bin is "
                         "expected")
@@ -239,7 +237,7 @@ def _read_foreign(path: Path) -> Release:
         derive_words(release)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    release.tokenizer_files = find_tokenizer_files(files["main"][0].parent)
+    release.tokenizer_files = model_files.find_tokenizer_files(files["main"][0].parent)
     return release
 
 
@@ -265,7 +263,7 @@ def _newest_official_step(directory: Path) -> Path:
 def _find_generator(directory: Path, weights: Path) -> tuple[Path, Path] | None:
     """Return (configuration, weights) of the generator next to a model, or None."""
     inside = directory / "generator"
-    if inside.is_dir() and (own := weight_file(inside)):
+    if inside.is_dir() and (own := model_files.weight_file(inside)):
         return _config_of(inside), own
     hub = directory / "pytorch_model.generator.bin"
     if hub.is_file():
@@ -277,23 +275,23 @@ def _find_generator(directory: Path, weights: Path) -> tuple[Path, Path] | None:
 
 
 def _read_network(weights: Path, values: dict, place: str, notes: list[str]) -> Network:
-    tensors, others = read_tensors(weights)
+    tensors, others = model_files.read_tensors(weights)
     side = weights.parent / SIDE_FILE
     notes += [f"dropped: {weights.name} entry {name!r}, which is no tensor" for name in others]
     if side.is_file():
-        tensors |= read_tensors(side)[0]
+        tensors |= model_files.read_tensors(side)[0]
     tensors = _drop_copies(_without_prefix(tensors, weights), weights, notes)
-    tensors = names.rename(tensors, names.LEGACY_HEAD)
-    is_v1 = any(name.endswith(names.V1_ONLY) for name in tensors)
-    config, rest = configs.from_theirs(values, place, key_bias=not is_v1)
+    tensors = foreign.rename(tensors, foreign.LEGACY_HEAD)
+    is_v1 = any(name.endswith(foreign.V1_ONLY) for name in tensors)
+    config, rest = foreign.from_theirs(values, place, key_bias=not is_v1)
     if is_v1:
-        tensors = names.unpack_v1(tensors, config)
-    elif values.get("model_type") != configs.V2 and configs.is_v1_shape(config):
+        tensors = foreign.unpack_v1(tensors, config)
+    elif values.get("model_type") != foreign.V2 and foreign.is_v1_shape(config):
         tensors, key_bias = _without_zero_key_biases(tensors, notes)
-        config, rest = configs.from_theirs(values, place, key_bias=key_bias)
-    table = tensors.get(TABLE) if "model_type" in values else None
-    tensors = with_unread_rows(tensors, config, str(weights))
-    tensors = names.to_ours(tensors, config)
+        config, rest = foreign.from_theirs(values, place, key_bias=key_bias)
+    table = tensors.get(modules.TABLE) if "model_type" in values else None
+    tensors = modules.with_unread_rows(tensors, config, str(weights))
+    tensors = foreign.to_ours(tensors, config)
     return Network(config, tensors, rest, table)
 
 
@@ -302,7 +300,7 @@ def _without_prefix(tensors: dict[str, Tensor], place: Path) -> dict[str, Tensor
     bare = {}
     for name, tensor in tensors.items():
         short = name
-        for prefix in (names.PREFIX, "bert."):
+        for prefix in (foreign.PREFIX, "bert."):
             short = short.removeprefix(prefix)
         if short in bare:
             raise UserError(f"{place}: {short} occurs twice, with and without a prefix")
@@ -314,7 +312,7 @@ def _drop_copies(tensors: dict[str, Tensor], place: Path, notes: list[str]) -> d
     kept = dict(tensors)
     if kept.pop("embeddings.position_ids", None) is not None:
         notes.append("dropped: embeddings.position_ids, a constant buffer")
-    for copy, original in names.COPIES.items():
+    for copy, original in foreign.COPIES.items():
         if copy not in kept:
             continue
         if original in kept and not torch.equal(kept[copy], kept[original]):

@@ -41,7 +41,7 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
                           ("objective.generator_layers", "generator_layers")):
             if isinstance(chosen := values["init"].get(name), list) and chosen:
                 shape[key] = len(chosen)
-        from deberta_ds.release.vocabulary import has_other_tokens
+        from deberta_ds.release.initialize import has_other_tokens
         from deberta_ds.tokenizer import Tokenizer
 
         if tokenizer and Path(tokenizer).exists() and has_other_tokens(
@@ -97,29 +97,16 @@ def _checkpoint_shape(out_dir: Any, resume: str) -> tuple[dict[str, Any], str]:
     """Return (shape, origin) by a checkpoint of the run, any whose run.json is whole: they are all
     of one shape. Both are empty where there is none.
     """
-    if resume not in ("auto", "never"):
-        from deberta_ds.checkpoint.find import local_copy
+    has_own = isinstance(out_dir, str) and (Path(out_dir) / "checkpoints").is_dir()
+    if resume == "never" or resume == "auto" and not has_own:
+        return {}, ""
+    from deberta_ds.checkpoint.find import list_finished, local_copy, read_run_record
 
-        candidates = [local_copy(resume)]
-    elif resume == "auto" and isinstance(out_dir, str) and (Path(out_dir) / "checkpoints").is_dir():
-        from deberta_ds.checkpoint.find import list_finished
-
-        candidates = list_finished(out_dir)[::-1]
-    else:
-        candidates = []
-    shapes = ((_saved_shape(path), f"checkpoint {path}") for path in candidates)
-    return next((found for found in shapes if found[0]), ({}, ""))
-
-
-def _saved_shape(checkpoint: Path) -> dict[str, Any]:
-    """Return the shape of a checkpoint as its run wrote it, nothing where that cannot be read."""
-    from deberta_ds.checkpoint.find import read_run_record
-
-    try:
-        run = read_run_record(checkpoint).run(checkpoint)
-    except (UserError, KeyError, TypeError):
-        return {}  # resuming will say what is wrong with it
-    return _flat(run.model, run.objective.generator_layers)
+    for path in list_finished(out_dir)[::-1] if resume == "auto" else [local_copy(resume)]:
+        with suppress(UserError, KeyError, TypeError):  # resuming will say what is wrong with it
+            run = read_run_record(path).run(path)
+            return _flat(run.model, run.objective.generator_layers), f"checkpoint {path}"
+    return {}, ""
 
 
 def _source_shape(source: str, generator: str) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from pydantic import Field
 from safetensors import safe_open
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_json, write_atomic
 from deberta_ds.base.numbers import counted, format_value
 from deberta_ds.base.version import __version__
 from deberta_ds.checkpoint.find import RunRecord, local_copy, newest, read_run_record
@@ -26,8 +25,8 @@ from deberta_ds.finetuning.directory import FACTS, MODEL, RESULT, find_finetuned
 from deberta_ds.objectives.build import objective_named
 from deberta_ds.publish.convert import Summary
 from deberta_ds.publish.hf import GENERATOR_DIRECTORY
+from deberta_ds.release.model_files import SAFETENSORS
 from deberta_ds.release.reader import SIDE_FILE
-from deberta_ds.release.tensors import SAFETENSORS
 from deberta_ds.report.pages import template
 from deberta_ds.report.rundata import READ, Count, Score, Text, baseline_name, checked, read_checked
 from deberta_ds.tasks.task import TEST, Task

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from deberta_ds.base.json_files import flatten
+from deberta_ds.base.files import flatten
 from deberta_ds.base.numbers import counted, format_count, format_duration, format_value
 from deberta_ds.base.user_code import short_name
 from deberta_ds.objectives.base import Metric

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.files import parse_json
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer.text import is_removed
 

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from deberta_ds.base.errors import UserError, refuse_pipe
-from deberta_ds.base.files import atomic_path
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.files import atomic_path, parse_json
 from deberta_ds.tasks.layouts import Example
 from deberta_ds.tasks.metrics import Prediction, spans_of
 from deberta_ds.tasks.readers import ZIP_DAMAGE

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError, looked_in
-from deberta_ds.base.files import ReadFile, read_file
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import ReadFile, read_file, read_json
 from deberta_ds.tokenizer.vocabularies import VOCABULARIES
 
 Files = dict[str, ReadFile]  # by the names under which they are published

@@ -8,8 +8,7 @@ tokenize_chinese_chars.
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import ReadFile
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import ReadFile, read_json
 from deberta_ds.tokenizer.files import JSON, SETTINGS, Files
 from deberta_ds.tokenizer.vocabularies import VOCABULARIES, Vocabulary, is_vocabulary
 from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character

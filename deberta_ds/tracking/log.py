@@ -23,8 +23,7 @@ from typing import Any, TextIO
 
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, naming, tell
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.files import parse_json, write_atomic
 from deberta_ds.base.numbers import fill, format_count, format_duration, format_value
 from deberta_ds.config.run_config import LogConfig
 from deberta_ds.tracking import trackers
@@ -126,8 +125,7 @@ class RunLog:
         self._purge_step: int | None = None
         self._lines_until_header = 0
         if is_main:
-            with naming(self.path.parent):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def info(self, text: str) -> None:
         """Print the time, then `text`: one line in a file, as many as it needs on a terminal."""

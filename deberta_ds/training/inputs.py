@@ -1,9 +1,12 @@
-"""What a run reads: one opener for each input, in the order in which they need each other.
+"""What a run reads: one opener for each input, in the order in which they need each other; and
+whether a checkpoint, from which a run goes on, is of the same run.
 
-An objective may name more: its `inputs(run)` returns a list of `Input`.
+An objective may name more inputs: its `inputs(run)` returns a list of `Input`.
 """
 
 import hashlib
+import itertools
+import json
 import os
 from bisect import bisect
 from collections.abc import Callable, Iterator
@@ -12,22 +15,27 @@ from typing import Any
 
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import raise_problems
+from deberta_ds.base.files import flatten
 from deberta_ds.base.numbers import format_count
+from deberta_ds.checkpoint.find import RunRecord
 from deberta_ds.cluster import dist
-from deberta_ds.config import batch_schedule
+from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.model import padded_rows
-from deberta_ds.config.run_config import RunConfig
+from deberta_ds.config.run_config import FREE_FIELDS, RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.mixture import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.data.rows import Batch, Row, RowDataset, eval_sequences
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.optim import learning_rate
+from deberta_ds.engine.state import CheckpointError
 from deberta_ds.files.remote import Cache
-from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.objectives.build import objective_of, parameter_sizes
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.held_out import open_pairs
 from deberta_ds.training.pairs import Pairs, undecided
 
+_JUMP = 1.5  # of the learning rate, of which a resumed run warns
+_MEASURED = ("held-out ", "minimal pairs")  # names of inputs that decide scores, not weights
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 
 
@@ -60,18 +68,22 @@ class Inputs:
     identity: dict[str, str]  # of all inputs, whose digests share no name
     lines: list[str]  # what the log says of them
     ds: dict
-    num_parameters: int
+    sizes: dict[str, int]  # of the model's parameters, in elements
 
 
-def open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
-    """Open all inputs in one phase of all ranks, and check them. UserError on every rank."""
+def open_inputs(run: RunConfig, ds_values: dict, place: str, step: int = 0) -> Inputs:
+    """Open all inputs in one phase of all ranks, and check them, for a run that goes on at `step`.
+    UserError on every rank.
+    """
     def opened() -> Known:
         known: Known = {}  # in the order of the fields of Inputs
         for open_one in INPUTS:
             one = open_one(run, known)
             known[one.name] = one
         known |= {one.name: one for one in getattr(objective_of(run), "inputs", lambda _: [])(run)}
-        raise_problems(place, [text for one in known.values() for text in one.problems])
+        raise_problems(place, [
+            *batch_schedule.problems_with_ranks(run.train, dist.world_size(), step),
+            *(text for one in known.values() for text in one.problems)])
         return known
 
     known = dist.together(opened)
@@ -81,7 +93,7 @@ def open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     return Inputs(tokenizer, pairs, dataset, held_out, identity,
                   [line for one in known.values() for line in one.lines],
                   ds_config.resolve(run, ds_values, dist.world_size()),
-                  count_parameters(on_meta(build_model, run)))
+                  parameter_sizes(run))
 
 
 def _tokenizer(run: RunConfig, _: Known) -> Input:
@@ -184,3 +196,90 @@ def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Itera
     for one, count in zip(phases, counts, strict=True):
         for _ in range(one.steps):
             yield [next(loader) for _ in range(count)]
+
+
+def check_identity(run: RunConfig, identity: dict[str, str], record: RunRecord, place: str
+                   ) -> list[str]:
+    """Raise CheckpointError with a diff if a checkpoint's run.json is of another run; return lines
+    on what is measured with other data now, and on values that may change and did.
+
+    Inputs are what is in their files, wherever these lie: `identity` is compared with the saved
+    one, the paths are not. A key that did not exist when the run was saved had its default.
+    """
+    before = record.run("run.json")
+    then, now = (flatten(run_config.to_dict(one)) for one in (before, run))
+    saved = {"tokenizer": record.tokenizer_sha256} | record.content_hashes
+    differing = [key for key in sorted(now.keys() | then.keys()) if now.get(key) != then.get(key)]
+    lines = [_difference(key, *(json.dumps(values.get(key), ensure_ascii=False)
+                               for values in (then, now)))
+             for key in differing if _decides_weights(key)]
+    sources = itertools.zip_longest(
+        _described_sources(then["data.sources"], saved),
+        _described_sources(now["data.sources"], identity), fillvalue=("none", "none"))
+    lines += [_difference(f"data.sources[{number}]", *map(": ".join, pair))
+              for number, pair in enumerate(sources) if pair[0][1] != pair[1][1]]
+    others = {name: (saved[name], digest) for name, digest in identity.items()
+              if name in saved and saved[name] != digest
+              and name not in [source.path for source in run.data.sources]}
+    measured = [name for name in others if name.startswith(_MEASURED)
+                or name in run.evaluate.metrics]
+    lines += [_difference(*_named(name, then, now, *others[name]))
+              for name in others if name not in measured]
+    if lines:
+        raise CheckpointError(
+            f"{place} is of another run (- saved, + now):\n  " + "\n  ".join(lines)
+            + "\n  change these back, or use another out_dir: for a new run, or to go on from here "
+            f'with other data, with [init] from = "{place}" and moments = true')
+    changed = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in differing
+               if not _decides_weights(key)]
+    if any(line.startswith(("optim.", "train.steps:")) for line in changed):
+        changed += _jump_of_the_rate(run, before, record.step)
+    return [*(f"WARNING: {name}: other content, {others[name][0][:12]} -> {others[name][1][:12]}: "
+              "its scores are not those of before" for name in measured),
+            *(f"changed since the checkpoint: {line}" for line in changed)]
+
+
+def _named(name: str, then: dict, now: dict, saved: str, digest: str) -> tuple[str, str, str]:
+    key, before, after = (f"data.{name}", f"{then['data.tokenizer']}, ",
+                          f"{now['data.tokenizer']}, ") if name == "tokenizer" else (name, "", "")
+    return key, f"{before}sha256 {saved}", f"{after}sha256 {digest}"
+
+
+def _difference(key: str, then: str, now: str) -> str:
+    return f"- {key} = {then}\n  + {key} = {now}"
+
+
+def _described_sources(
+        sources: list[dict], content_hashes: dict[str, str]) -> list[tuple[str, str]]:
+    """Return (path, everything else that decides its rows) of each source, in order."""
+    return [(source["path"], json.dumps(
+        {"content_hash": content_hashes.get(source["path"])}
+        | {key: value for key, value in source.items()
+           if key not in ("path", "replaced")})) for source in sources]  # known by content_hash
+
+
+def _jump_of_the_rate(run: RunConfig, saved: RunConfig, step: int) -> list[str]:
+    """Return a warning if the learning rate of a resumed run's first step is far above the last."""
+    before = learning_rate(saved.optim, max(0, step - 1), saved.train.steps)
+    rate = learning_rate(run.optim, step, run.train.steps)
+    if step <= run.optim.warmup_steps or rate <= _JUMP * before:
+        return []
+    return [f"WARNING: the learning rate of step {step:,} is {rate:.2g}; the one before "
+            f"was {before:.2g}. To go on at low rates, set train.steps back and start "
+            "another run from this one, with [init] moments = true and an "
+            "optim.learning_rate of your choice (docs/how-to/resume.md)"]
+
+
+_DECIDING = {"data": {"seq_len", "seed", "attend_across_documents"},
+             "train": {"seed", "global_batch_size", "initial_batch_size", "batch_warmup_steps",
+                       "freeze", "freeze_steps"},
+             "optim": {"name"}, "init": {"embeddings_only"}}
+
+
+def _decides_weights(key: str) -> bool:
+    """Return whether a resumed run must agree with its checkpoint in `key`, as in the content of
+    its inputs (training/inputs.py); the rest may change and is logged.
+    """
+    section, _, name = key.partition(".")
+    return (section in ("model", "objective") and key not in FREE_FIELDS
+            or name in _DECIDING.get(section, ()))

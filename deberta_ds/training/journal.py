@@ -17,11 +17,10 @@ from deberta_ds.engine.engine import gradient_norm
 from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training import meters
-from deberta_ds.training.bad_steps import BadSteps
 from deberta_ds.training.best import Best
 from deberta_ds.training.meters import Meters, SpeedMeter, TimeUse, WorkMeter, find_slowest
 from deberta_ds.training.start import Started, versions
-from deberta_ds.training.step import StepResult
+from deberta_ds.training.step import BadSteps, StepResult
 
 _SETTLED_STEPS = 20  # after which the speed is compared with the planned one
 
@@ -56,8 +55,8 @@ class Journal:
         device = self._engine.device
         matmuls = ds_config.matmul_precision(self._inputs.ds)
         has_peak = device.type == "cuda" and not (run.train.tf32 and matmuls == "fp32")
-        speed = SpeedMeter(peak_flops(device, matmuls) if has_peak else None, dist.world_size(),
-                           self.sequences_seen)
+        peak = peak_flops(device, matmuls) if has_peak else None
+        speed = SpeedMeter(peak, dist.world_size(), self.sequences_seen)
         time_use = TimeUse(record.time_use if record else {},
                            started.lost_before + started.lost_now)
         self.meters = Meters(speed, time_use, WorkMeter(device), watchdog)

@@ -29,13 +29,12 @@ from deberta_ds.model.backbone import count_parameters
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import best
-from deberta_ds.training.bad_steps import BadSteps
-from deberta_ds.training.goodput import pause_of_copy, save_interval
 from deberta_ds.training.held_out import evaluate, score_minimal_pairs
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.journal import Journal
-from deberta_ds.training.start import Started, kernels_of, start
-from deberta_ds.training.step import BadStepError, StepResult, train_step
+from deberta_ds.training.meters import pause_of_copy, save_interval
+from deberta_ds.training.start import Started, start
+from deberta_ds.training.step import BadStepError, BadSteps, StepResult, train_step
 
 
 def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
@@ -57,8 +56,8 @@ def _train(run: RunConfig, started: Started, watchdog: Watchdog) -> bool:
     trainer = Trainer(run, started, watchdog)
     event, detail = ("resume", f"from {started.found.path}") if started.record else (
         "start", "from step 0")
-    trainer.journal.event(event, detail, lost_seconds=started.lost_now, kernels=kernels_of(
-        run, started.inputs.ds), world_size=dist.world_size())
+    trainer.journal.event(event, detail, lost_seconds=started.lost_now, kernels=started.kernels,
+                          world_size=dist.world_size())
     try:
         with _profiled(run) as trainer.after_step:
             stopped = trainer.run_to_end()
@@ -109,7 +108,7 @@ class Saver:
         self.uploads = dist.together(lambda: Uploads(out_dir, train, say)
                                      if train.upload and dist.is_main() else None)
         if self.uploads:  # what was saved before a kill
-            self.uploads.begin()
+            self.uploads.begin_round()
         self.engine, self.out_dir, self.train, self.tokenizer = engine, out_dir, train, tokenizer
         self.begun_at = time.monotonic()
         self.in_background: Save | None = None
@@ -155,7 +154,7 @@ class Saver:
         path = finish_save(one)
         self.write_seconds = time.monotonic() - self.begun_at
         if self.uploads:
-            self.uploads.begin()
+            self.uploads.begin_round()
         return path
 
     def finish_uploads(self, patience: Callable[[], AbstractContextManager],
@@ -164,7 +163,7 @@ class Saver:
         whether any rank was `asked` to stop before: the next start copies the rest.
         """
         if self.uploads:
-            self.uploads.begin()
+            self.uploads.begin_round()
         while self.train.upload and dist.from_main(
                 lambda: self.uploads is not None and self.uploads.is_running()):
             if self.any_rank(asked()):
@@ -213,7 +212,6 @@ class Trainer:
                            self.log.info)
         self.stop_request.resumes_from = f"step {self.journal.step:,}"
         self.after_step: Callable[[], None] = lambda: None
-        watchdog.start_at(self.journal.step)
 
     def run_to_end(self) -> bool:
         """Train to the last step or train.stop_after; return whether a signal stopped it."""
@@ -349,10 +347,11 @@ class Trainer:
 
     def _save(self, is_best: bool) -> None:
         self.saved_at = self.journal.step
-        record = self.journal.run_record(self.bad_steps, self.best)
         with self.meters.during("saves"):
             self.finish_save(wait=True)
             dist.on_main(lambda: lock.check(self.run.out_dir))
+        record = self.journal.run_record(self.bad_steps, self.best)
+        with self.meters.during("saves"):
             self.saver.begin(record, is_best)
             self.finish_save(wait=not self.run.train.save_in_background)
 

@@ -21,9 +21,8 @@ from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
 from deberta_ds.files import remote
-from deberta_ds.training.goodput import STATE_BYTES
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.resume import changed_values
+from deberta_ds.training.meters import STATE_BYTES
 from deberta_ds.training.start import build, describe, join_group, open_run
 from deberta_ds.training.step import BadStepError, count_over_ranks, find_bad_gradients, seed_of
 
@@ -163,17 +162,16 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Where it would go on from a checkpoint, that is verified; the micro-batch sees random weights.
     Raises UserError, on every rank, also if the loss or a gradient is not finite.
     """
-    warnings = join_group(run, ds_values, place, {"--resume": resume, "--check": True})
+    warnings, kernels = join_group(run, ds_values, place, {"--resume": resume, "--check": True})
     found, record, inputs = open_run(run, ds_values, place, resume)
     if dist.is_main():
-        print("\n".join(describe(run, inputs, origins)))
+        print("\n".join(describe(run, inputs, origins, kernels)))
     lines = preflight(engine.local_device(), socket.gethostname())
     lines += [*warnings, *found.warnings]
     if record:
         lines.append(f"would go on from {found.path}, step {record.step:,}")
-        lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]
     lines.append(dist.together(lambda: disk_space(
-        run.out_dir, inputs.num_parameters, run.train.keep, bool(run.train.best_metric))))
+        run.out_dir, sum(inputs.sizes.values()), run.train.keep, bool(run.train.best_metric))))
     if run.train.upload:
         dist.on_main(partial(remote.check_writable, run.train.upload))
         dist.on_main(partial(check_owner, run.out_dir, run.train.upload, resume, claims=False))

@@ -15,39 +15,32 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base import user_code
-from deberta_ds.base.errors import EXIT_REQUEUE, ConfigError, UserError, raise_problems
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import flatten
+from deberta_ds.base.errors import EXIT_REQUEUE, ConfigError, UserError, listed, raise_problems
+from deberta_ds.base.files import flatten, write_atomic
 from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.base.version import __version__
-from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint import find, saved_state
 from deberta_ds.checkpoint.find import BEST, RunRecord, read_run_record
+from deberta_ds.checkpoint.save import set_aside
 from deberta_ds.checkpoint.upload import check_owner
 from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.config import batch_schedule, run_config
+from deberta_ds.config import run_config
 from deberta_ds.config.model import RANDOM, ModelConfig
 from deberta_ds.config.run_config import RunConfig, SourceConfig
 from deberta_ds.engine import ds_config, engine, passes
 from deberta_ds.engine.engine import local_device
 from deberta_ds.engine.optim import thaw_factor
+from deberta_ds.engine.state import CheckpointError
 from deberta_ds.model import choose, cpu
-from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.precision import DTYPES
-from deberta_ds.objectives.build import (
-    build_model,
-    freeze_problems,
-    held_parameters,
-    metrics_of,
-    objective_of,
-)
-from deberta_ds.release.initialize import initial_tensors
+from deberta_ds.objectives.build import held_parameters, metrics_of, objective_problems
+from deberta_ds.release.initialize import has_other_tokens, initial_tensors, shape_differences
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking import trackers
 from deberta_ds.tracking.log import RunLog, non_default_texts, trackers_of
 from deberta_ds.training import best, meters
-from deberta_ds.training.inputs import Inputs, open_inputs
-from deberta_ds.training.resume import check_identity, restore, take_moments
+from deberta_ds.training.inputs import Inputs, check_identity, open_inputs
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
@@ -64,6 +57,7 @@ class Started:
     engine: Any  # DeepSpeed's, which has no types
     lost_before: float  # seconds that earlier starts took, and the steps that they lost
     lost_now: float  # the same of this start
+    kernels: str  # which were chosen, in a line
 
 
 @contextmanager
@@ -74,7 +68,7 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
 
     Raises UserError, on every rank.
     """
-    warnings = join_group(run, ds_values, place, {"--resume": resume, "--check": False})
+    warnings, kernels = join_group(run, ds_values, place, {"--resume": resume, "--check": False})
     stop_request = signals.listen()  # before, a signal ends the process
     stop_request.leave = partial(_leave, run.out_dir)
     with lock.held(run.out_dir):
@@ -82,13 +76,11 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         found, record, inputs = open_run(run, ds_values, place, resume)
         if run.train.upload:
             dist.on_main(lambda: check_owner(run.out_dir, run.train.upload, resume, claims=True))
-        lines = [*describe(run, inputs, origins), *warnings, *found.warnings]
-        log = dist.together(lambda: RunLog(
-            run.out_dir, dist.is_main(), metrics=metrics_of(run), total_steps=run.train.steps,
-            track=[*trackers_of(run.log), *map(trackers.callback, callbacks)]))
+        lines = [*describe(run, inputs, origins, kernels), *warnings, *found.warnings]
+        log = dist.together(lambda: _open_log(run, callbacks))
         for line in lines:
             log.info(line)
-        dist.on_main(lambda: write_config(run, inputs, origins))
+        dist.on_main(lambda: write_config(run, inputs, origins, kernels))
         model_engine = build(run, inputs, record, log.info)
         if record:
             restore(run, inputs, found, record, model_engine, log)
@@ -97,7 +89,15 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         stop_request.leave = None  # the loop looks
         dist.barrier()
         dist.end_alarm()  # from here on the watchdog sees who fails
-        yield Started(found, record, inputs, log, stop_request, model_engine, before, now)
+        watchdog.start_at(record.step if record else 0)
+        yield Started(found, record, inputs, log, stop_request, model_engine, before, now,
+                      choose.in_a_line(kernels))
+
+
+def _open_log(run: RunConfig, callbacks: Sequence[Callable[[dict], None]]) -> RunLog:
+    track = [*trackers_of(run.log), *map(trackers.callback, callbacks)]
+    return RunLog(run.out_dir, dist.is_main(), metrics=metrics_of(run),
+                  total_steps=run.train.steps, track=track)
 
 
 def _leave(out_dir: str) -> None:
@@ -109,8 +109,9 @@ def _leave(out_dir: str) -> None:
 
 
 def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any] | None = None
-               ) -> list[str]:
-    """Join the process group, check what can be checked without the inputs; return warnings.
+               ) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Join the process group, check what can be checked without the inputs; return (warnings,
+    `kernel_choices`).
 
     `ds_values` is a DeepSpeed JSON, `place` names the run file in errors; `asked`: what else was
     asked on the command line. Raises UserError, on every rank.
@@ -118,13 +119,13 @@ def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any
     warnings = engine.check_machine(ds_values, place)
     join(run_config.to_dict(run) | (asked or {}) | {
         "DeepSpeed JSON": ds_values, "out_dir, absolute": os.path.abspath(run.out_dir)})
-    agreed_kernels(partial(kernel_choices, run.model, ds_values))
+    kernels = agreed_kernels(partial(kernel_choices, run.model, ds_values))
     dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))
     if local_device().type == "cpu":
         cpu.use_onednn()
     elif run.train.tf32:
         torch.set_float32_matmul_precision("high")
-    return warnings
+    return warnings, kernels
 
 
 def join(asked: dict[str, Any]) -> torch.device:
@@ -162,11 +163,7 @@ def versions() -> dict[str, str]:
 
 def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
     """Raise ConfigError with every cross problem of a run, but for those of its inputs."""
-    problems = [*user_code.problems(run), *freeze_problems(run, ds)]
-    scores = [metric.key for metric in metrics_of(run)]
-    problems += [f"evaluate.metrics: {name} is the name of another score; call the function "
-                 "otherwise" for name in {name for name in scores if scores.count(name) > 1}]
-    problems += objective_of(run).problems(run)
+    problems = [*user_code.problems(run), *objective_problems(run, ds)]
     if run.train.best_metric or run.train.patience:
         problems += best.problems(run)
     if run.init.embeddings_only and run.init.source.startswith(RANDOM):
@@ -190,7 +187,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
                         f"train.steps = {train.steps}")
     problems += ds_config.problems_on_this_node(ds)
     problems += ds_config.problems_with_optimizer(optim.name, ds)
-    if train.cuda_graph == "on" and (found := passes.obstacle(run, ds, engine.device_type())):
+    if train.cuda_graph == "on" and (found := passes.graph_obstacle(run, ds, engine.device_type())):
         problems.append(f"train.cuda_graph = 'on': {found}; or write train.cuda_graph = \"auto\"")
     raise_problems(place, problems)
 
@@ -205,13 +202,10 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     dist.on_main(lambda: check_link(run))
     found = find.find(run.out_dir, resume)
     record = dist.together(lambda: read_run_record(found.path) if found.path else None)
-    if run.train.batch_warmup_steps:
-        dist.together(lambda: raise_problems(place, batch_schedule.problems_with_ranks(
-            run.train, dist.world_size(), record.step if record else 0)))
-    inputs = open_inputs(run, ds_values, place)
+    inputs = open_inputs(run, ds_values, place, record.step if record else 0)
     if record:
-        measured = check_identity(run, inputs.identity, record, str(found.path))
-        found = replace(found, warnings=(*found.warnings, *measured))
+        lines = check_identity(run, inputs.identity, record, str(found.path))
+        found = replace(found, warnings=(*found.warnings, *lines))
     return found, record, inputs
 
 
@@ -223,7 +217,8 @@ def check_link(run: RunConfig) -> None:
                         "checkpoint; rename it")
 
 
-def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
+def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str],
+             kernels: dict[str, dict[str, str]]) -> list[str]:
     """Return what a user wants to know at the start: non-default values, the model, the inputs."""
     stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
     matmuls = ds_config.matmul_precision(inputs.ds)
@@ -231,10 +226,10 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
         precision += f" weights with {matmuls} matmuls"
     if run.train.tf32 and local_device().type == "cuda":
         precision += ", fp32 matmuls in TF32"
-    frozen, kernels = frozen_lines(run, precision), kernels_of(run, inputs.ds)
-    lines = [f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
-             f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}",
-             f"kernels: {kernels}", *frozen]
+    size = format_count(sum(inputs.sizes.values()))
+    lines = [f"{run.objective.kind} model: {size} parameters, ZeRO-{stage}, {precision}, "
+             f"{counted(dist.world_size(), 'rank')}", f"kernels: {choose.in_a_line(kernels)}",
+             *frozen_lines(run, inputs.sizes, precision)]
     first, full = run.train.initial_batch_size, run.train.global_batch_size
     if first:
         lines.append(f"batch size warm-up: from {first:,} to {full:,} sequences in "
@@ -246,11 +241,8 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     return [*non_default_texts(flatten(values), origins, "run"), *lines, *inputs.lines]
 
 
-def frozen_lines(run: RunConfig, precision: str) -> list[str]:
-    """Return how much is not trained, and until when."""
-    if not (run.train.freeze or run.init.embeddings_only):
-        return []
-    sizes = {name: p.numel() for name, p in on_meta(build_model, run).named_parameters()}
+def frozen_lines(run: RunConfig, sizes: dict[str, int], precision: str) -> list[str]:
+    """Return how much is not trained, and until when; `sizes` are those of the parameters."""
     frozen, waiting = held_parameters(run, sizes)
     lines = [f"frozen {until}: {format_count(sum(sizes[name] for name in names))} parameters"
              for until, names in (("all along", frozen),
@@ -266,17 +258,13 @@ def frozen_lines(run: RunConfig, precision: str) -> list[str]:
     return lines
 
 
-def kernels_of(run: RunConfig, ds: dict) -> str:
-    """Return `kernel_choices` of a run as one line."""
-    return choose.in_a_line(kernel_choices(run.model, ds))
-
-
-def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> None:
+def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str],
+                 kernels: dict[str, dict[str, str]]) -> None:
     """Write OUT/config.json: the run, DeepSpeed dict, origins, versions, data. Rank 0 alone."""
     record = {"run": run_config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
               "versions": versions(), "content_hashes": inputs.identity,
-              "world_size": dist.world_size(), "parameters": inputs.num_parameters,
-              "kernels": kernel_choices(run.model, inputs.ds),
+              "world_size": dist.world_size(), "parameters": sum(inputs.sizes.values()),
+              "kernels": kernels,
               "hardware": meters.hardware(local_device()),
               "device": local_device().type, **meters.source()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")
@@ -302,3 +290,58 @@ def first_weights(run: RunConfig, tokenizer: Tokenizer) -> tuple[dict[str, Tenso
     if is_random or not (run.init.source or run.init.generator):
         return {}, [f"init: {run.init.source}: its shape, and random weights"] * is_random
     return dist.together(lambda: initial_tensors(run, tokenizer) if dist.is_main() else ({}, []))
+
+
+def restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord,
+            model_engine, log: RunLog) -> None:
+    """Load the checkpoint that was found into the engine, and say what differs."""
+    assert found.path is not None  # where `record` is from
+    saved_state.load(model_engine, found.path)
+    if change := find.layout_changes(record, inputs.ds):
+        log.info(f"resumed in another layout: {change}")
+    mask, others = run.objective.mask, []
+    if max(run.model.hidden_dropout, run.model.attention_dropout):
+        others.append("dropout drops other elements")
+    if mask.random_share and mask.selection != "deberta_window":
+        others.append("random tokens of masks are any ids")
+    if others and "cuda_graph" not in record.config["train"]:
+        log.info(f"the checkpoint is of version 0.2.0, whose {' and '.join(others)}: the run goes "
+                 "on from it, but not bit for bit as 0.2.0 would")
+    for line in dist.together(lambda: set_aside(run.out_dir, record.step)
+                              if dist.is_main() else []):
+        log.info(line)
+
+
+def take_moments(run: RunConfig, inputs: Inputs, model_engine) -> Path:
+    """Load the source of [init] with its optimizer's state, bit for bit; return the checkpoint."""
+    def opened() -> Path:
+        try:
+            path = find.newest(run.init.source)
+            saved = read_run_record(path).run(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"init.moments = true needs a checkpoint of this project, with "
+                                  f"its optimizer's state: {error}; or leave init.moments out"
+                                  ) from None
+        if saved.optim.name != run.optim.name:
+            raise CheckpointError(f"init.moments = true: {path} has the state of optim.name = "
+                                  f"{saved.optim.name!r}, the run has {run.optim.name!r}; set it "
+                                  "as there, or leave init.moments out")
+        others = shape_differences(run.model, saved.model)
+        if has_other_tokens(run.init.source, inputs.tokenizer):
+            others.append(f"data.tokenizer = {run.data.tokenizer} (source: other tokens)")
+        names = [name for name, _ in model_engine.module.named_parameters()]
+        if held_parameters(saved, names)[0] - held_parameters(run, names)[0]:
+            others.append("train.freeze (source: more is frozen, and has no state)")
+        if others:  # the tensors of the source would take the place of what [init] made of them
+            raise CheckpointError(f"init.moments = true: {path} is of another model: "
+                                  f"{'; '.join(others)}; leave init.moments out")
+        return path
+
+    path = dist.broadcast_object(dist.together(opened))  # a run that goes on may have saved since
+    if problems := find.problems_of(path):
+        raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}")
+    try:
+        saved_state.load(model_engine, path, is_other_run=True)
+    except UserError as error:
+        raise CheckpointError(f"init.moments = true: {error}; leave init.moments out") from None
+    return path

@@ -1,4 +1,5 @@
-"""One optimizer step of pretraining or fine-tuning; no update from a bad step.
+"""One optimizer step of pretraining or fine-tuning; no update from a bad step, and what a run does
+about one (`train.on_spike`).
 
 The ranks agree on the device, before the last backward pass, whether a step is bad: its loss is
 summed over the ranks, and if it is above the ceiling or not finite, the last micro-batch's loss is
@@ -12,22 +13,29 @@ would wait for its queue.
 
 import hashlib
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import listed
+from deberta_ds.checkpoint import find, saved_state
+from deberta_ds.checkpoint.find import read_run_record
 from deberta_ds.cluster import dist
+from deberta_ds.config.batch_schedule import rows_before
+from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine.engine import BadStepError, Update, update
 from deberta_ds.engine.passes import Forward, Sums, first_bad_gradient, span
 from deberta_ds.training.meters import WorkMeter
 
 WINDOW = 100  # accepted steps that a loss is compared with
+MOST_IN_A_ROW = 10  # bad steps after which a run stops whatever it was told
+MOST_ROLLBACKS = 3  # to one checkpoint, with good steps between them
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,7 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
     forward, normalizers, counts = training.prepare(engine, batches)
     seeds = [seed_of(seed, step, micro_step, dist.rank()) for micro_step in range(len(batches))]
     totals: Sums = {}
-    whole_loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    whole_loss, asked = (_number(value, engine.device) for value in (0.0, float(request)))
     engine.passes.begin(normalizers, len(batches))
     for batch, number in zip(batches, seeds, strict=True):
         loss, sums = engine.passes.run(batch, number, forward,
@@ -166,7 +174,7 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
         whole_loss += loss / (dist.world_size() * len(batches))
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
-    agreed = torch.stack([whole_loss, _number(float(request), engine.device), *totals.values()])
+    agreed = torch.stack([whole_loss, asked, *totals.values()])
     agreed = dist.sum_over_ranks(agreed)
     good = agreed[0] <= ceiling  # False for NaN
     engine.passes.hand_over(good)
@@ -203,3 +211,55 @@ def _bad_loss(loss: float, ceiling: float, sums: dict[str, float], where: str) -
 
 _UNMASKED = ("Raise objective.mask.rate or train.global_batch_size, or look at those sequences "
              'with data_prep/show.py, or skip them with train.on_spike = "skip"')
+
+
+class BadSteps:
+    """The bad steps of one run, under "skip" and "rollback"; under "stop" the first one ends it."""
+
+    def __init__(self, run: RunConfig, engine, losses: Sequence[float] = ()):
+        self._run, self._engine = run, engine
+        self.spikes = SpikeRule(run.train.spike_sigmas, losses)
+        self._in_a_row = 0
+        self._rollbacks: Counter[Path] = Counter()  # those that threw away good steps
+
+    def accept(self, loss: float) -> None:
+        """Take note of a good step."""
+        self._in_a_row = 0
+        self.spikes.accept(loss)
+
+    def skip(self, step: int, problem: str) -> tuple[str, str, dict[str, int]]:
+        """Return the event, its text and the sequences of a bad step, the last of `step` steps.
+
+        Under "rollback", weights and optimizer become those of the newest checkpoint. The run goes
+        on with the next step's sequences either way, so a bad batch is never met again. Raises
+        BadStepError on every rank where that gets a run nowhere.
+        """
+        train = self._run.train
+        self._in_a_row += 1
+        if self._in_a_row > MOST_IN_A_ROW:
+            raise BadStepError(f"step {step}: {self._in_a_row} bad steps in a row ({problem}); the "
+                               "run has diverged: resume from an older checkpoint with a lower "
+                               "optim.learning_rate")
+        detail = f"no update: {problem}"
+        if train.on_spike == "rollback":
+            path = self._checkpoint(step, problem)
+            saved_state.load(self._engine, path)
+            self.spikes = SpikeRule(train.spike_sigmas, dist.together(
+                lambda: read_run_record(path)).recent_losses)
+            detail = f"weights and optimizer of {path}: {problem}"
+        return train.on_spike, detail, {"first_sequence": rows_before(train, step - 1),
+                                        "last_sequence": rows_before(train, step) - 1}
+
+    def _checkpoint(self, step: int, problem: str) -> Path:
+        """Return the newest checkpoint, unless the run has come back to it too often."""
+        path = find.find(self._run.out_dir, "auto").path
+        if path is None:
+            raise BadStepError(f"step {step}: {problem}, and there is no checkpoint to roll back "
+                               'to; lower train.save_every or use train.on_spike = "skip"')
+        self._rollbacks[path] += self._in_a_row == 1
+        if self._rollbacks[path] > MOST_ROLLBACKS:
+            raise BadStepError(
+                f"step {step}: {problem}, and {MOST_ROLLBACKS} rollbacks to {path} did not get the "
+                "run to its next checkpoint; resume from an older one with a lower "
+                "optim.learning_rate, or lower train.save_every")
+        return path

@@ -108,21 +108,14 @@ except SystemExit as end:
     assert done.stdout == "ended with 3\n", done.stderr
 
 
-def test_a_bug_keeps_its_traceback():
-    done = run("{}['key']")
-    assert done.returncode == 1 and "Traceback" in done.stderr and "KeyError: 'key'" in done.stderr
-
-
-def test_developers_see_the_traceback_of_a_users_error_too():
-    done = run("open('/no/such/file')", "-X", "dev")
-    assert "Traceback" in done.stderr and done.stderr.endswith("check the path\n")
-    assert done.returncode == 2
-
-
-def test_exit_codes_of_main_and_of_the_parser():
-    assert run("return 75").returncode == 75
-    assert run("return None").returncode == 0
-    assert run("import sys; sys.exit(3)").returncode == 3
+@pytest.mark.parametrize(("body", "options", "code", "said"), [
+    ("{}['key']", (), 1, "KeyError: 'key'\n"),  # a bug keeps its traceback
+    ("open('/no/such/file')", ("-X", "dev"), 2, "check the path\n"),  # for developers, the user's
+    ("return 75", (), 75, ""), ("return None", (), 0, ""), ("sys.exit(3)", (), 3, "")])
+def test_exit_codes_and_tracebacks(body, options, code, said):
+    done = run(f"import sys\n{body}", *options)
+    assert done.returncode == code and done.stderr.endswith(said), done.stderr
+    assert ("Traceback" in done.stderr) == bool(said)
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])

@@ -81,7 +81,7 @@ def one_round(out: Path, url: str, **train) -> list[str]:
     """Return what a round of uploads says."""
     said: list[str] = []
     uploads = Uploads(out, config(url, **train), said.append)
-    uploads.begin()
+    uploads.begin_round()
     while uploads.is_running():
         time.sleep(0.001)
     return said

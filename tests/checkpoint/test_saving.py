@@ -26,7 +26,7 @@ from deberta_ds.checkpoint.find import CheckpointError, RunRecord, rank_file
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.cluster import dist
 from deberta_ds.engine.state import Buffer, Group, Layout, layout_from, replicated
-from deberta_ds.release.native import read_checkpoint
+from deberta_ds.release.model_files import read_checkpoint
 from deberta_ds.tracking.log import read_metrics
 
 RECORD = RunRecord(**RUN_RECORD | {"step": 5, "config": {}})

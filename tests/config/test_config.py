@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import runpy
 import tomllib
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from deberta_ds.base.errors import ConfigError
-from deberta_ds.base.json_files import flatten
+from deberta_ds.base.files import flatten
 from deberta_ds.config import objective, run_config
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.options import OneOfOrOwn, Option, describe, options_of
@@ -50,27 +51,21 @@ def run_file(tmp_path):
 
 
 def test_later_wins_and_origins_are_remembered(run_file):
-    run, origins = run_config.load(run_file, ["--train.steps=20", "--model.num_layers=3"])
+    run, origins = run_config.load(run_file, ["--train.steps=20", "--model.num_layers=3",
+                                              "--model.position_buckets=-1"])
     assert run.train.steps == 20 and origins["train.steps"] == "command line"
     assert run.model.num_layers == 3  # over the preset's 4
+    assert run.model.position_buckets == 0  # Hugging Face writes -1
     assert origins["model.hidden_size"] == "preset tiny"
     assert origins["optim.learning_rate"] == str(run_file)
     assert origins["optim.eps"] == "default"
     assert run.objective.mask.max_ngram == 3 and origins["objective.mask.max_ngram"] == "mlm recipe"
 
 
-def test_every_problem_of_a_number_is_its_own(run_file):
-    with pytest.raises(ConfigError, match="^1 problem"):
-        run_config.load(run_file, ['--data.sources=[{path = "a", weight = -1}]'])
-
-
-def test_hugging_face_spelling_of_no_buckets(run_file):
-    assert run_config.load(run_file, ["--model.position_buckets=-1"])[0].model.position_buckets == 0
-
-
 @pytest.mark.parametrize("override, expected", [
     ("--model.hidden_sise=3", "did you mean model.hidden_size?"),
     ('--data.sources=[{path = "a", first_row = 2}]', "data.sources.0.first_row: unknown key"),
+    ('--data.sources=[{path = "a", weight = -1}]', "1 problem in "),  # of a number its own
     ("--train.steps=1.5", "valid integer"),
     ("--train.steps=true", "valid integer"),
     ("--train.steps=0", "at least 1"),
@@ -105,9 +100,8 @@ def test_hugging_face_spelling_of_no_buckets(run_file):
     ("--data.heldout_replaced=b", "heldout_replaced must have the names of heldout"),
 ])
 def test_each_problem_is_named(run_file, override, expected):
-    with pytest.raises(ConfigError, match="(?s).*") as error:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         run_config.load(run_file, [override])
-    assert expected in str(error.value)
 
 
 def test_of_many_problems_the_first_hundred_are_told(run_file):
@@ -178,29 +172,20 @@ RTD_HEADED = {  # official ReplacedTokenDetection, which also owns an unused pos
 
 
 @pytest.mark.parametrize("preset", COUNTS)
-def test_backbone_and_masked_lm(preset):
+def test_each_preset_has_the_official_number_of_parameters(preset):
     config = ModelConfig(**MODELS[preset])
-    backbone, masked_lm = COUNTS[preset]
-    if not config.key_bias:  # official v1 models carry two more, inert, biases per layer
-        masked_lm -= 2 * config.hidden_size * config.num_layers
-    assert count_parameters(on_meta(Backbone, config)) == backbone
-    assert count_parameters(on_meta(MlmModel, config)) == masked_lm
-
-
-@pytest.mark.parametrize("preset", GENERATORS)
-def test_generator(preset):
-    config = ModelConfig(**MODELS[preset])
-    half = dataclasses.replace(config, num_layers=config.num_layers // 2)
-    assert count_parameters(on_meta(Backbone, half)) == GENERATORS[preset][0]
-    assert count_parameters(on_meta(MlmModel, half)) == GENERATORS[preset][1]
-
-
-@pytest.mark.parametrize("preset", RTD_HEADED)
-def test_discriminator(preset):
-    config = ModelConfig(**MODELS[preset])
-    unused = config.max_position * config.hidden_size
-    count = count_parameters(on_meta(Discriminator, config, "gdes"))
-    assert count == RTD_HEADED[preset] - unused
+    generator = dataclasses.replace(config, num_layers=config.num_layers // 2)
+    for network, counts in ((config, COUNTS), (generator, GENERATORS)):
+        if preset in counts:
+            backbone, masked_lm = counts[preset]
+            if not config.key_bias:  # official v1 models carry two more, inert, biases per layer
+                masked_lm -= 2 * config.hidden_size * config.num_layers
+            assert count_parameters(on_meta(Backbone, network)) == backbone
+            assert count_parameters(on_meta(MlmModel, network)) == masked_lm
+    if preset in RTD_HEADED:
+        unused = config.max_position * config.hidden_size
+        count = count_parameters(on_meta(Discriminator, config, "gdes"))
+        assert count == RTD_HEADED[preset] - unused
 
 
 def test_sharing_decides_which_word_tables_exist():

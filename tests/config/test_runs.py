@@ -8,8 +8,7 @@ import pytest
 from deberta_ds.base.errors import ConfigError
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config
-from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.objectives.build import objective_of, parameter_sizes
 from deberta_ds.training.start import check_run
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +24,11 @@ def test_there_are_run_files_and_deepspeed_configs():
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_run_file_is_valid_with_every_deepspeed_config(path, tmp_path):
+    text = path.read_text()
+    assert text.startswith("# ")  # where its numbers come from
+    assert path.parent.name != "official" or "arXiv" in text or "microsoft/DeBERTa" in text
     run, _ = run_config.load(path)
-    assert run.name == path.stem
+    assert run.name == path.stem and sum(parameter_sizes(run).values()) > 1e6
     assert run_config.from_dict(run_config.to_dict(run)) == run
     # A step of one row is for one rank.
     world_sizes = WORLD_SIZES if run.train.global_batch_size > 1 else (1,)
@@ -41,20 +43,6 @@ def test_run_file_is_valid_with_every_deepspeed_config(path, tmp_path):
             continue
         check_run(run, values, world_size, f"{path} with {file}")
         ds_config.resolve(run, values, world_size)
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_model_of_run_file_can_be_built(path):
-    run, _ = run_config.load(path)
-    assert count_parameters(on_meta(build_model, run)) > 1e6
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_run_file_says_where_its_numbers_come_from(path):
-    text = path.read_text()
-    assert text.startswith("# ")
-    if path.parent.name == "official":
-        assert "arXiv" in text or "microsoft/DeBERTa" in text
 
 
 @pytest.mark.parametrize("path", [p for p in RUNS if p.parent.name == "official"],

@@ -21,7 +21,7 @@ from data_helpers import (
 
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_json
 from deberta_ds.corpus.documents import Document
 from deberta_ds.corpus.filter_rules import (
     FilterRules,

@@ -25,10 +25,9 @@ from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.mlm import queries_of
-from deberta_ds.release import tokenizer_files
-from deberta_ds.release.native import write_ours
+from deberta_ds.release import model_files
+from deberta_ds.release.model_files import exported_word_ids, write_ours, write_tokenizer_files
 from deberta_ds.release.reader import LoadedModel, load_backbone
-from deberta_ds.release.tokenizer_files import exported_word_ids, write_tokenizer_files
 from deberta_ds.report.pages import render
 from deberta_ds.tokenizer import subword_starts_word
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
@@ -158,7 +157,7 @@ def test_word_ids_of_no_words_and_without_a_masked_lm_are_errors(tmp_path, monke
     with pytest.raises(UserError, match="'\\[MASK\\] is it': the exported tokenizer gives"):
         exported_word_ids(tiny_tokenizer(), ["[MASK] is it"])
     text = json.loads(build_tokenizer_json(tiny_tokenizer())) | {"pre_tokenizer": None}
-    monkeypatch.setattr(tokenizer_files, "build_tokenizer_json", lambda _: json.dumps(text))
+    monkeypatch.setattr(model_files, "build_tokenizer_json", lambda _: json.dumps(text))
     with pytest.raises(UserError, match="or takes it for one word"):
         exported_word_ids(tiny_tokenizer(), ["It is."])
 

@@ -13,7 +13,7 @@ from deberta_ds.config.objective import MaskConfig
 from deberta_ds.data.rows import collate, eval_sequences
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 from deberta_ds.release.reader import load_backbone
 from deberta_ds.training.held_out import evaluate, score_discriminator, score_rows
 

@@ -28,7 +28,7 @@ from deberta_ds.model import encoder
 from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.release import configs, names
+from deberta_ds.release import foreign
 
 LENGTHS = (33, 128, 512)
 ROUNDING = 1e-5  # of gradients whose true value is zero; the others are above 0.1
@@ -66,9 +66,9 @@ def test_hidden_states_and_gradients_equal_transformers(family, length):
 
 def compare_gradients(config, gradients, theirs):
     """Compare those of a backbone with those that transformers' model has."""
-    gradients = names.to_theirs(gradients, config)
-    if configs.is_v1_shape(config) and not config.key_bias:
-        gradients = names.pack_v1(gradients, config.num_heads)
+    gradients = foreign.to_theirs(gradients, config)
+    if foreign.is_v1_shape(config) and not config.key_bias:
+        gradients = foreign.pack_v1(gradients, config.num_heads)
     expected_gradients = {name: p.grad for name, p in theirs.named_parameters()}
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in gradients.items():
@@ -188,10 +188,10 @@ def test_masked_lm_without_decoder_equals_transformers_head():
     tensors = {"words.weight": words.weight.detach()} | {
         name.replace("head.", "mlm_head."): tensor
         for name, tensor in masked_lm.state_dict().items()}
-    theirs = names.to_theirs(tensors, config)
-    theirs = {("" if name.startswith("lm_pred") else names.PREFIX) + name: tensor
+    theirs = foreign.to_theirs(tensors, config)
+    theirs = {("" if name.startswith("lm_pred") else foreign.PREFIX) + name: tensor
               for name, tensor in theirs.items()}
-    values = configs.to_hugging_face(config, kind=configs.V2, rest={"legacy": False})
+    values = foreign.to_hugging_face(config, kind=foreign.V2, rest={"legacy": False})
     model = transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**values)).eval()
     model.load_state_dict(theirs, strict=False)
     batch = masked_batch(33)

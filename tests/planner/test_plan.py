@@ -15,8 +15,7 @@ from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import GPUS, card_of, cpu_ranks, peak_flops
 from deberta_ds.engine.passes import are_summed
-from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.objectives.build import objective_of, parameter_sizes
 from deberta_ds.planner import plan
 from deberta_ds.planner.activations import Activations, trace
 from deberta_ds.planner.plan import (
@@ -81,7 +80,7 @@ def test_memory_is_within_ten_percent_of_what_is_allocated(run_file, names, rank
              for name in names))
     for name, measured in json.loads(out.read_text()).items():
         run, _ = run_config.load(run_file, MODELS[name.split(",")[0]])
-        memory = memory_of(count_parameters(on_meta(build_model, run)), measured["ds"], ranks,
+        memory = memory_of(sum(parameter_sizes(run).values()), measured["ds"], ranks,
                            traced(run, ds_config.precision(measured["ds"])),
                            micro_batches > 1, are_summed(measured["ds"], micro_batches > 1))
         print(f"{name}: held {memory.held / measured['held'] - 1:+.1%}, "
@@ -158,7 +157,7 @@ def test_table(run_file):
     plain = choices[0]
     seconds = 64 * 64 * objective_of(run).flops_per_token(run) / (4 * 989e12 * 0.5)
     assert plain.compute_seconds == pytest.approx(seconds)
-    parameters = count_parameters(on_meta(build_model, run))
+    parameters = sum(parameter_sizes(run).values())
     # all-reduce of gradients, gather of weights, in a ring of four
     sending = 3 * 3 / 4 * 2 * parameters / (450e9 * 0.95)
     assert plain.communication_seconds == pytest.approx(sending)
@@ -181,7 +180,7 @@ def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
     ds = ds_config.load(ROOT / f"ds_configs/{name}.json")
     choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=4, nodes=1, mfu=0.5)
     assert {choice.stage for choice in choices} == stages
-    parameters = count_parameters(on_meta(build_model, run))
+    parameters = sum(parameter_sizes(run).values())
     width = 2 * ("offload_param" in ds["zero_optimization"])
     [line] = offloaded(choices, 4)
     assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each node's memory" in line
@@ -262,7 +261,7 @@ def test_advice_gives_its_reasons(run_file, weightless):
         run_file, ["--train.global_batch_size=2048", "--train.micro_batch_size=2"])
     ds = BF16 | {"zero_optimization": {"stage": 1}}
     choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=8, nodes=32, mfu=0.5)
-    parameters = count_parameters(on_meta(build_model, run))
+    parameters = sum(parameter_sizes(run).values())
     best = recommended(choices)
     text = "\n".join(advise(run, ds, best, parameters, gpu=GPUS["h100"], ranks=256))
     for part in ("one in 195 h", "micro_batch_size = 8 would", "reduce_bucket_size",

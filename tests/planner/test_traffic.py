@@ -12,8 +12,7 @@ import rank_helpers
 from launching import make_run
 
 from deberta_ds.config import run_config
-from deberta_ds.model.backbone import on_meta
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import parameter_sizes
 from deberta_ds.planner.plan import most_sent
 
 WORKER = Path(__file__).parents[1] / "workers/traffic.py"
@@ -58,7 +57,7 @@ def test_bytes_are_those_counted(tmp_path, ranks):
     for name, measured in json.loads((tmp_path / "out.json").read_text()).items():
         case, ds = json.loads(name), measured["ds"]
         settings, _ = run_config.load(run, case.get("overrides", []))
-        sizes = [parameter.numel() for parameter in on_meta(build_model, settings).parameters()]
+        sizes = list(parameter_sizes(settings).values())
         planned = most_sent(sizes, ds, ranks, case["micro_batches"])
         counted = sum(measured["sent"].values())
         print(f"{ranks} ranks, {name}: {counted:,.0f}, planned {planned:,.0f}")

@@ -15,7 +15,7 @@ from deberta_ds.base.files import read_file
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.objectives.build import build_model
 from deberta_ds.publish.convert import write_microsoft
-from deberta_ds.release.native import release_of_state
+from deberta_ds.release.model_files import release_of_state
 
 # The model reaches 64 tokens, not 512.
 SMALLER = {"2048": "256", "1024": "128", "512": "64", "0.01": "0.2", "32000": "400",

@@ -14,11 +14,11 @@ from test_inputs import FINETUNE, elsewhere, end
 
 from deberta_ds.base import errors, user_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.json_files import read_json
+from deberta_ds.base.files import read_json
 from deberta_ds.config import run_config
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.engine import ds_config
-from deberta_ds.release import configs, tensors, tokenizer_files
+from deberta_ds.release import foreign, model_files
 from deberta_ds.tasks import readers, settings
 from deberta_ds.tasks.tables import read_table
 from deberta_ds.tasks.task import task_named
@@ -32,7 +32,7 @@ READERS = {
     "settings.toml": lambda path: settings.load(str(path), [], (), []), "facts.json": read_json,
     "t.csv": lambda path: list(read_table(path)), "pairs.jsonl": pairs.read_pairs,
     "spm.model": Tokenizer, "metrics.jsonl": read_metrics,
-    "model.safetensors": tensors.read_tensors, "model.bin": tensors.read_tensors,
+    "model.safetensors": model_files.read_tensors, "model.bin": model_files.read_tensors,
     "text.txt": lambda path: plan_units([f"file://{path}"], ReadOptions(), 0),
     "own.py": lambda path: user_code.load("key", str(path))}
 
@@ -55,7 +55,7 @@ def test_an_index_that_names_itself(tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": path.name}}))
     with pytest.raises(UserError, match="is not a plain file name"):
-        tensors.read_tensors(path)
+        model_files.read_tensors(path)
 
 
 def test_archives_that_hold_more_than_they_may(tmp_path, monkeypatch):
@@ -114,14 +114,14 @@ def test_an_nvme_path_that_is_not_there(tmp_path):
 
 def test_code_of_a_stranger_is_not_carried_on(tmp_path):
     start = tiny_start()
-    values = configs.to_hugging_face(start.config, kind=configs.V2, rest={})
+    values = foreign.to_hugging_face(start.config, kind=foreign.V2, rest={})
     values |= {"auto_map": {"AutoModel": "evil.Model"}}
-    _, rest = configs.from_theirs(values, "config.json", key_bias=True)
+    _, rest = foreign.from_theirs(values, "config.json", key_bias=True)
     assert "auto_map" not in rest
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {}, "do_lower_case": true}')
     (tmp_path / "spm.model").write_bytes(start.tokenizer.files["spm.model"].data)
-    files = tokenizer_files.find_tokenizer_files(tmp_path)
-    tokenizer_files.copy_tokenizer_files(files, tmp_path)
+    files = model_files.find_tokenizer_files(tmp_path)
+    model_files.copy_tokenizer_files(files, tmp_path)
     assert "auto_map" not in read_json(tmp_path / "tokenizer_config.json")
 
 

@@ -34,7 +34,7 @@ from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.finetuning.models import open_start
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import resolve
 from deberta_ds.tasks.task_file import load_own_task

@@ -11,8 +11,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.objectives.build import build_model
 from deberta_ds.publish.average import average, last_checkpoints
 from deberta_ds.publish.convert import convert, write_release
-from deberta_ds.release.native import release_of_state, write_ours
-from deberta_ds.release.read_back import changes_beyond_reach
+from deberta_ds.release.model_files import release_of_state, write_ours
+from deberta_ds.release.networks import changes_beyond_reach
 from deberta_ds.release.reader import read_release
 from deberta_ds.tokenizer.spm import model_proto
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.publish.convert import convert, microsoft_tensors, write_microsoft
-from deberta_ds.release import configs, read_back
-from deberta_ds.release.native import write_ours
-from deberta_ds.release.networks import build_backbone
+from deberta_ds.release import foreign
+from deberta_ds.release.model_files import write_ours
+from deberta_ds.release.networks import build_backbone, sample_batches
 from deberta_ds.release.reader import SIDE_FILE, load_backbone, read_release
 
 SAID = "transformers reads other rows of the source's relative table"
@@ -96,7 +96,7 @@ def test_a_model_that_transformers_trained_beyond_the_reach_is_said_to_change(
     model = transformers_model("v3")
     model.save_pretrained(tmp_path / "source")
     ours = read_release(tmp_path / "source").main
-    ids, mask = read_back.sample_batches(ours.config)[-1]
+    ids, mask = sample_batches(ours.config)[-1]
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state
         gap = (build_backbone(ours)(ids, mask) - expected).abs().max() / expected.abs().max()
@@ -234,7 +234,7 @@ def test_official_training_output_takes_the_newest_common_step(tmp_path):
     release = make_release("v3")
     for folder, network in (("discriminator", release.main), ("generator", release.generator)):
         (tmp_path / folder).mkdir()
-        values = configs.to_microsoft(network.config, {})
+        values = foreign.to_microsoft(network.config, {})
         (tmp_path / folder / "model_config.json").write_text(json.dumps(values))
         for step in ("000003", "000006"):
             tensors = microsoft_tensors(network, [])
@@ -246,7 +246,7 @@ def test_official_training_output_takes_the_newest_common_step(tmp_path):
 
 
 def test_sharded_and_legacy_hugging_face_files(tmp_path):
-    config = configs.to_hugging_face(ModelConfig(**FAMILIES["v3"]), kind=configs.V2,
+    config = foreign.to_hugging_face(ModelConfig(**FAMILIES["v3"]), kind=foreign.V2,
                                      rest={"legacy": True})
     model = transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**config))
     model.save_pretrained(tmp_path / "whole")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from deberta_ds.base.errors import UserError
 from deberta_ds.publish import convert as module
 from deberta_ds.publish.convert import convert
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 from deberta_ds.release.reader import read_release, read_shapes
 
 

@@ -28,8 +28,8 @@ from deberta_ds.publish import convert
 from deberta_ds.publish.average import average
 from deberta_ds.publish.convert import write_microsoft
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release import configs, names, read_back
-from deberta_ds.release.native import release_of_state, write_ours
+from deberta_ds.release import foreign, read_back
+from deberta_ds.release.model_files import release_of_state, write_ours
 from deberta_ds.release.networks import build_backbone
 from deberta_ds.release.reader import load_backbone, read_release
 
@@ -39,8 +39,8 @@ def test_every_parameter_has_one_name_on_each_side():
         release = make_release(family)
         for network in release.networks().values():
             config = network.config
-            there = names.to_theirs(network.tensors, config)
-            back = names.to_ours(there, config)
+            there = foreign.to_theirs(network.tensors, config)
+            back = foreign.to_ours(there, config)
             assert back.keys() == network.tensors.keys() and len(there) == len(back)
             assert not there.keys() & back.keys()
 
@@ -343,6 +343,6 @@ def test_a_position_term_without_a_place_in_the_format_is_refused():
     values = dataclasses.asdict(run_config("v3", "mlm").model) | {"position_terms": ("c2p", "p2p")}
     config = types.SimpleNamespace(**values)
     with pytest.raises(UserError, match="p2p: neither"):
-        configs.to_hugging_face(config, kind=configs.V2, rest={})
+        foreign.to_hugging_face(config, kind=foreign.V2, rest={})
     with pytest.raises(UserError, match="p2p: neither"):
-        configs.to_microsoft(config, {})
+        foreign.to_microsoft(config, {})

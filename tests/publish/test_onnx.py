@@ -14,7 +14,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.publish import onnx_files
 from deberta_ds.publish.convert import convert
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 from deberta_ds.release.networks import Network
 from deberta_ds.release.reader import read_release
 

@@ -22,6 +22,7 @@ from launching import deepspeed_json, losses, make_run, options_of
 from safetensors.torch import load_file
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.config.model import padded_rows
 from deberta_ds.data.masking import IGNORE
 from deberta_ds.data.rows import Row, collate
 from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_masked_lm
@@ -206,30 +207,16 @@ def test_another_tokenizer_or_one_without_rows_is_refused(hub, tmp_path):
 
 @pytest.mark.multi
 def test_a_run_goes_on_from_public_files_and_is_exported_with_their_tokenizer(hub, tmp_path):
-    tokenizer, text = Tokenizer(hub), make_run(tmp_path, kind='"mlm"', steps="2",
-                                                warmup_steps="0").read_text()
+    tokenizer = Tokenizer(hub)
+    run = make_run(tmp_path, kind='"mlm"', steps="2", warmup_steps="0", preset=None,
+                   vocab_size=None)
     for name, seed in (("v1_train", 0), ("v1_heldout", 9)):
         make_corpus(tmp_path / name, [tokenizer.encode(one) for one in random_documents(60, seed)],
                     tokenizer)
-    head, rest = text.split("[model]")
-    model = f"""[model]
-vocab_size = {-(-tokenizer.size // 64) * 64}
-hidden_size = 32
-num_layers = 3
-num_heads = 4
-intermediate_size = 64
-max_position = 64
-position_buckets = 0
-share_position_projections = false
-relative_norm = false
-key_bias = false
-[init]
-from = "{hub}"
-"""
-    data = rest[rest.index("[objective]"):].replace("/train", "/v1_train").replace(
-        "/heldout", "/v1_heldout").replace(f"{tmp_path}/spm.model", str(hub))
-    (tmp_path / "run.toml").write_text(head + model + data)
-    rank_helpers.run(1, options_of(tmp_path / "run.toml", deepspeed_json(tmp_path / "ds", 1)),
+    rank_helpers.run(1, [*options_of(run, deepspeed_json(tmp_path / "ds", 1)),
+                         f"--init.from={hub}", f"--model.vocab_size={padded_rows(tokenizer.size)}",
+                         f'--data.sources=[{{path = "{tmp_path}/v1_train"}}]',
+                         f"--data.heldout={tmp_path}/v1_heldout", f"--data.tokenizer={hub}"],
                      tmp_path / "log")
     assert list(losses(tmp_path / "out")) == [1, 2]
     convert(tmp_path / "out", tmp_path / "hf", "hf")

@@ -9,18 +9,15 @@ from launching import deepspeed_json, make_run, options_of
 import deberta_ds
 from deberta_ds.checkpoint.saved_state import load_whole_state
 from deberta_ds.publish.convert import convert
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 
 TINY_STEP = "1e-9"  # learning rate of the one step that makes a checkpoint of the first weights
 
 
-def write_run(root, init, **changes):
-    """Write a run that trains one negligible step from `init`; return its file."""
-    run = make_run(root, steps="1", warmup_steps="0", learning_rate=TINY_STEP, save_every="1",
-                   eval_every="1", **changes)
-    text = run.read_text().replace('preset = "tiny"\nvocab_size = 640\n', "")
-    run.write_text(text.replace("[objective]", f"[init]\n{init}\n[objective]"))
-    return run
+def write_run(root, **changes):
+    """Write a run of any shape that trains one negligible step; return its file."""
+    return make_run(root, steps="1", warmup_steps="0", learning_rate=TINY_STEP, save_every="1",
+                    eval_every="1", preset=None, vocab_size=None, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +34,8 @@ def source(tmp_path_factory):
 @pytest.mark.slow
 def test_two_ranks_start_from_an_export(tmp_path, source):
     path, release = source
-    run = write_run(tmp_path, f'from = "{path}"')
-    output = rank_helpers.run(2, options_of(run, deepspeed_json(tmp_path / "zero3.json", 3)),
-                              tmp_path / "log")
+    options = options_of(write_run(tmp_path), deepspeed_json(tmp_path / "zero3.json", 3))
+    output = rank_helpers.run(2, [*options, f"--init.from={path}"], tmp_path / "log")
     assert "GDES delta taken from the file" in output
     state, _ = load_whole_state(tmp_path / "out")
     expected = {"discriminator.words.weight": release.main.tensors["words.delta"]} | {
@@ -53,7 +49,8 @@ def test_two_ranks_start_from_an_export(tmp_path, source):
 
 def test_the_embedding_of_the_first_of_two_stages_is_fixed(tmp_path, source, process_group):
     path, release = source
-    run = write_run(tmp_path, f'from = "{path}"\nembeddings_only = true', kind='"mlm"')
-    deberta_ds.train(run, deepspeed_config=deepspeed_json(tmp_path / "zero1.json", 1))
+    run = write_run(tmp_path, kind='"mlm"')
+    deberta_ds.train(run, {"init.from": str(path), "init.embeddings_only": True},
+                     deepspeed_config=deepspeed_json(tmp_path / "zero1.json", 1))
     words = load_whole_state(tmp_path / "out")[0]["words.weight"]
     assert torch.equal(words, release.main.tensors["words.weight"])  # fixed, not merely slow

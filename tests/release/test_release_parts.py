@@ -8,10 +8,9 @@ import torch
 from export_cases import make_release
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import read_tensors, write_ours, write_safetensors
 from deberta_ds.release.networks import Network, Release, derive_words
 from deberta_ds.release.reader import read_release
-from deberta_ds.release.tensors import read_tensors, write_safetensors
 
 
 def test_tables_of_another_shape_are_refused_before_they_are_added():

@@ -13,7 +13,7 @@ from deberta_ds.config.run_config import InitConfig
 from deberta_ds.model.attention import Geometry
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.initialize import initial_tensors, reshape
-from deberta_ds.release.native import release_of_state, write_ours
+from deberta_ds.release.model_files import release_of_state, write_ours
 from deberta_ds.release.networks import build_backbone
 from deberta_ds.release.shape import complete
 
@@ -70,11 +70,10 @@ def test_layers_are_dropped_and_repeated(tmp_path, family, kind, layers, generat
     """Compared with the source whose layers are dropped and repeated in the built model."""
     source = make_release(family, "rtd" if kind == "rtd_cached" else kind)
     write_ours(source, tmp_path / "source")
-    file = make_run(tmp_path, kind=f'"{kind}"')
-    lines = file.read_text().replace('preset = "tiny"\nvocab_size = 640\n', "")
-    file.write_text(f"{lines}\n[init]\nfrom = '{tmp_path}/source'\nlayers = {layers}\n"
-                    f"generator_layers = {generator_layers}\n")
-    run, _ = config.load(file, complete=complete)
+    file = make_run(tmp_path, kind=f'"{kind}"', preset=None, vocab_size=None)
+    run, _ = config.load(file, [
+        f"--init.from={tmp_path}/source", f"--init.layers={layers}",
+        f"--init.generator_layers={generator_layers}"], complete)
     assert run.model.num_layers == len(layers)
     tensors, notes = initial_tensors(run)
     assert tensors.keys() == dict(build_model(run).named_parameters()).keys()

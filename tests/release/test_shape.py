@@ -12,7 +12,7 @@ from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
 from deberta_ds.config.model import padded_rows
 from deberta_ds.publish.convert import WRITERS
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 from deberta_ds.release.reader import read_release, read_shapes
 from deberta_ds.release.shape import complete
 from deberta_ds.training.start import first_weights
@@ -21,9 +21,13 @@ from deberta_ds.training.start import first_weights
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory):
     """A run file with a preset and no vocabulary of its own."""
-    path = make_run(tmp_path_factory.mktemp("shape"))
-    path.write_text(path.read_text().replace("vocab_size = 640\n", ""))
-    return path
+    return make_run(tmp_path_factory.mktemp("shape"), vocab_size=None)
+
+
+@pytest.fixture(scope="module")
+def open_file(tmp_path_factory):
+    """One without a preset: all of the shape is open."""
+    return make_run(tmp_path_factory.mktemp("open"), vocab_size=None, preset=None)
 
 
 def load(path, *overrides, resume="auto"):
@@ -82,36 +86,31 @@ def test_a_run_goes_on_with_the_vocabulary_of_its_checkpoint(run_file, saved_run
     assert load(run_file, "--out_dir=elsewhere", resume=str(saved_run))[0].model.vocab_size == 2048
 
 
-def test_a_run_whose_source_is_gone_goes_on_with_the_shape_of_its_checkpoint(run_file, saved_run):
-    text = run_file.read_text().replace('preset = "tiny"\n', "")
-    other = run_file.with_name("from.toml")
-    other.write_text(text + '[init]\nfrom = "models/gone"\n')
-    run, _ = load(other)
+def test_a_run_whose_source_is_gone_goes_on_with_the_shape_of_its_checkpoint(open_file, saved_run):
+    options = ["--init.from=models/gone", f"--out_dir={saved_run.parents[1]}"]
+    run, _ = load(open_file, *options)
     assert (run.model.vocab_size, run.model.num_layers) == (2048, 3)
     assert run.objective.generator_layers == 0
     with pytest.raises(UserError, match="models/gone: no such file"):
-        load(other, resume="never")
+        load(open_file, *options, resume="never")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("to", WRITERS)
-def test_a_run_takes_the_shape_of_its_source(tmp_path, run_file, family, to):
+def test_a_run_takes_the_shape_of_its_source(tmp_path, open_file, family, to):
     """As it is read from the configuration files, and as the whole model is read."""
     release = make_release(family, generator_layers=3)
     WRITERS[to](release, tmp_path / "source")
     whole = read_release(tmp_path / "source").networks()
     assert {name: network.config for name, network in whole.items()} == read_shapes(
         tmp_path / "source")
-    text = run_file.read_text().replace('preset = "tiny"\n', "")
-    other = tmp_path / "from.toml"
-    other.write_text(text + f'[init]\nfrom = "{tmp_path / "source"}"\n')
-    run, origins = load(other, f"--out_dir={tmp_path}/out", "--model.norm_eps=1e-5")
+    source = f"--init.from={tmp_path / 'source'}"
+    run, origins = load(open_file, source, "--model.norm_eps=1e-5")
     wanted = dataclasses.replace(release.main.config, hidden_dropout=0.0, attention_dropout=0.0,
                                  norm_eps=1e-5)  # said by the file and the command line
     assert run.model == wanted and run.objective.generator_layers == 3
     assert origins["model.num_layers"] == f"[init] {tmp_path / 'source'}"
-    assert load(other, f"--out_dir={tmp_path}/out", '--objective.kind="mlm"')[
-        0].objective.generator_layers == 0
+    assert load(open_file, source, "--objective.kind=mlm")[0].objective.generator_layers == 0
 
 
 def test_a_baseline_has_the_shape_of_a_model_and_random_weights(tmp_path, run_file):
@@ -132,15 +131,12 @@ def test_an_own_objective_with_a_generator_follows_that_of_its_source(tmp_path, 
     assert run.objective.generator_layers == 3 and run.objective.mask.max_ngram == 1
 
 
-def test_a_generator_beside_says_its_depth(tmp_path, run_file):
+def test_a_generator_beside_says_its_depth(tmp_path, open_file):
     for name, family, layers in (("source", "v3", 2), ("other", "v3", 3)):
         write_ours(make_release(family, generator_layers=layers), tmp_path / name)
-    other = tmp_path / "from.toml"
-    other.write_text(run_file.read_text().replace('preset = "tiny"\n', "") + f"""[init]
-from = "{tmp_path / 'source'}"
-generator = "{tmp_path / 'other'}"
-""")
-    assert load(other, f"--out_dir={tmp_path}/out")[0].objective.generator_layers == 3
+    run, _ = load(open_file, f"--init.from={tmp_path / 'source'}",
+                  f"--init.generator={tmp_path / 'other'}")
+    assert run.objective.generator_layers == 3
 
 
 @pytest.mark.parametrize("broken", ["model = 3", "data = 3", "init = 3", "objective = 3",

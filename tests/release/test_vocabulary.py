@@ -23,11 +23,10 @@ from deberta_ds.corpus.extend_tokenizer import extend_tokenizer
 from deberta_ds.objectives.build import build_model, held_parameters
 from deberta_ds.publish.convert import WRITERS, convert
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release.initialize import initial_tensors
-from deberta_ds.release.native import release_of_state, write_ours
+from deberta_ds.release.initialize import CLASSES, initial_tensors, starting_points
+from deberta_ds.release.model_files import release_of_state, write_ours
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.shape import complete, padded_rows
-from deberta_ds.release.vocabulary import CLASSES, starting_points
 from deberta_ds.tokenizer import Tokenizer
 
 KINDS = ("sentencepiece", "roberta", "bert_cased", "unigram", "llama", "deberta_v1")

@@ -16,7 +16,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate.attention_parts import attention_parts, position_similarity
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 from deberta_ds.release.reader import load_backbone
 from deberta_ds.report.attention_page import colored, write_attention
 from deberta_ds.report.charts import binned

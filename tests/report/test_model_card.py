@@ -24,7 +24,7 @@ from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.models import build_model
 from deberta_ds.publish import hf
 from deberta_ds.publish.convert import Summary, convert
-from deberta_ds.release.native import write_ours
+from deberta_ds.release.model_files import write_ours
 from deberta_ds.report import model_card
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import task_named

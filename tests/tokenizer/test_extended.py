@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.extend_tokenizer import extend_tokenizer
 from deberta_ds.corpus.train_tokenizer import read_symbols
-from deberta_ds.release.tokenizer_files import write_tokenizer_files
+from deberta_ds.release.model_files import write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer
 
 NEW = ("myocarditis", "electrocardiogram", "кардиограмма", "Herzmuskelentzündung")

@@ -14,7 +14,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import encode
 from deberta_ds.corpus.documents import ReadOptions
 from deberta_ds.evaluate.fill_mask import encode_with_masks
-from deberta_ds.release.tokenizer_files import (
+from deberta_ds.release.model_files import (
     find_tokenizer_files,
     open_tokenizer,
     write_tokenizer_files,

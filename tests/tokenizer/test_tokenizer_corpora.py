@@ -18,7 +18,7 @@ from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.data.rows import RowDataset, collate
-from deberta_ds.release.tokenizer_files import find_tokenizer_files, write_tokenizer_files
+from deberta_ds.release.model_files import find_tokenizer_files, write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer, text
 from deberta_ds.tokenizer.publish import add_special_tokens, special_token
 from deberta_ds.tokenizer.text import normalize

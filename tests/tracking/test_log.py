@@ -148,7 +148,7 @@ def test_a_record_that_cannot_be_written_is_one_error_that_names_the_file(tmp_pa
     assert "5.9" in shown and "checkpoint written by step 1" in shown
     with pytest.raises(UserError, match="metrics.jsonl: .*irectory"):
         log.check()
-    with pytest.raises(UserError, match="/proc/none"):
+    with pytest.raises(OSError, match="/proc/none"):
         RunLog("/proc/none", True)
 
 

@@ -3,11 +3,10 @@
 import dataclasses
 import os
 import types
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import rank_helpers
-import torch
 from launching import deepspeed_json, make_run, options_of
 
 from deberta_ds.base.errors import UserError
@@ -55,8 +54,11 @@ def test_a_best_of_other_rows_counts_no_more(tmp_path):
     run, _ = run_config.load(make_run(tmp_path), overrides)
     held_out = open_inputs(run, {}, "").held_out
     scored = best.what_is_scored(run, held_out, [])
-    assert scored == best.what_is_scored(run, {"moved": held_out[run.data.heldout]}, [])
-    fewer = best.what_is_scored(run, {"": held_out[run.data.heldout][:8]}, [])
+    rows = held_out[run.data.heldout]
+    assert scored == best.what_is_scored(run, {"moved": rows}, [])
+    others = [dataclasses.replace(row, labels=np.roll(row.labels, 1)) for row in rows]
+    assert scored != best.what_is_scored(run, {"": others}, [])  # of other masks
+    fewer = best.what_is_scored(run, {"": rows[:8]}, [])
     saved = best.Best("generator_loss", 1.5, 10, scored=scored)
     assert best.continued(run, dataclasses.asdict(saved), scored) == (saved, "")
     found, note = best.continued(run, dataclasses.asdict(saved), fewer)
@@ -134,13 +136,3 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     assert best.continued(wanted, saved, "x")[0].without == 2
     none = best.Best("", scored="")
     assert best.continued(run, saved, "") == (none, "") == best.continued(run, {}, "")
-
-
-def test_the_best_is_of_the_same_masks_as_well():
-    def rows(label: int):
-        return {"a": [SimpleNamespace(input_ids=torch.tensor([1, 2]).numpy(),
-                                      labels=torch.tensor([-100, label]).numpy())]}
-
-    run = SimpleNamespace(train=SimpleNamespace(best_metric="generator_loss"))
-    first, same, other = (best.what_is_scored(run, rows(label), []) for label in (5, 5, 6))
-    assert first == same != other

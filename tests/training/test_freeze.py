@@ -1,14 +1,13 @@
 """Parts of a model that are not trained, or not before a step (train.freeze)."""
 
 import dataclasses
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import rank_helpers
 import torch
 from launching import ROOT, make_run
 
+import deberta_ds
 from deberta_ds.base.errors import ConfigError
 from deberta_ds.checkpoint.find import path_of
 from deberta_ds.config import run_config
@@ -16,13 +15,17 @@ from deberta_ds.config.batch_schedule import Phase
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.engine.optim import learning_rate, thaw_factor
-from deberta_ds.model.backbone import init_parameters, layer_shares
-from deberta_ds.objectives.build import build_model, freeze_problems, held_parameters
+from deberta_ds.engine.optim import layer_shares, learning_rate, thaw_factor
+from deberta_ds.model.backbone import init_parameters
+from deberta_ds.objectives.build import (
+    build_model,
+    held_parameters,
+    objective_problems,
+    parameter_sizes,
+)
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.training import best, journal, loop
+from deberta_ds.training import loop
 from deberta_ds.training.start import check_run, frozen_lines
-from deberta_ds.training.step import SpikeRule
 
 FREEZE = ["embeddings", "layers.0"]
 
@@ -121,7 +124,7 @@ def test_names_of_parts(tmp_path, kind, freeze, frozen):
     names = dict(build_model(run).named_parameters())
     assert held_parameters(run, names)[0] == {
         name for name in names if name.startswith(tuple(frozen.split()))}
-    assert not freeze_problems(run, {})
+    assert not objective_problems(run, {})
 
 
 def test_layers_learn_slower_from_the_top_of_each_network(tmp_path):
@@ -151,7 +154,7 @@ def test_the_log_says_how_far_a_thawed_part_jumps(tmp_path):
         assert max(moves) == pytest.approx(thaw_factor(optim, 2000), rel=1e-3)
         run, _ = run_config.load(make_run(tmp_path), [f"--optim.betas={list(betas)}"])
         run = with_train(run, freeze=("embeddings",), freeze_steps=2000)
-        _, line = frozen_lines(run, "fp32")
+        _, line = frozen_lines(run, parameter_sizes(run), "fp32")
         assert f"up to {expected} learning rates" in line and ("WARNING" in line) == (expected > 2)
 
 
@@ -176,40 +179,14 @@ def test_what_cannot_be_frozen_is_named(tmp_path):
         run_config.load(tmp_path / "run.toml", ["--train.freeze_steps=3"])
 
 
-CPU = torch.device("cpu")
-
-
-def test_schedules_of_the_objective_end_at_the_last_step(monkeypatch):
-    @dataclass
-    class Micro:
-        run_fraction: float = -1.0
-
+def test_schedules_of_the_objective_end_at_the_last_step(tmp_path, monkeypatch, process_group):
     seen, thawed = [], []
-    monkeypatch.setattr(loop, "learning_rate", lambda *_: 0.1)
-    monkeypatch.setattr(loop.engine, "set_learning_rate",
-                        lambda engine, rate, is_thawed: thawed.append(is_thawed))
-    monkeypatch.setattr(loop, "batches_of", lambda *_, start, end: iter([[Micro()]] * 5))
-    monkeypatch.setattr(loop, "train_step", lambda engine, micro, **_: (
-        seen.append(micro[0].run_fraction), SimpleNamespace(request=False))[1])
-    trainer = loop.Trainer.__new__(loop.Trainer)
-    idle = SimpleNamespace(start=lambda: None, heartbeat=lambda step: None)
-    train = SimpleNamespace(steps=5, stop_after=0, freeze_steps=2, seed=0, on_spike="stop",
-                            log_every=9, eval_every=9, patience=0)
-    trainer.run, trainer.engine = SimpleNamespace(train=train, optim=None), 0
-    trainer.inputs, trainer.is_cut_short = SimpleNamespace(held_out={}), False
-    trainer.saved_at = 0
-    trainer.journal = SimpleNamespace(step=0, train_line=lambda rate: None,
-                                      say_where_time_goes=lambda: None)
-    trainer.bad_steps = SimpleNamespace(spikes=SpikeRule(0.0))
-    trainer.best = best.Best("", scored="")
-    trainer.stop_request, trainer.log = False, SimpleNamespace(problem="", check=lambda: None)
-    trainer.saver = SimpleNamespace(is_due=lambda step: False)
-    trainer.after_step = lambda: None
-    work = journal.WorkMeter(CPU)
-    trainer.meters = SimpleNamespace(speed=idle, work=work, watchdog=idle,
-                                     during=lambda what: work.loading())
-    for name in ("_account", "_evaluate", "_save", "_say_the_end", "finish_save"):
-        setattr(trainer, name, lambda *_, **__: False)
-    assert trainer.run_to_end() is False
+    train_step, set_rate = loop.train_step, loop.engine.set_learning_rate
+    monkeypatch.setattr(loop, "train_step", lambda engine, micro, **more: (
+        seen.append(micro[0].run_fraction), train_step(engine, micro, **more))[1])
+    monkeypatch.setattr(loop.engine, "set_learning_rate", lambda engine, rate, is_thawed: (
+        thawed.append(is_thawed), set_rate(engine, rate, is_thawed=is_thawed))[1])
+    deberta_ds.train(make_run(tmp_path, steps="5", warmup_steps="0", two_layers=True),
+                     {"train.freeze": ["embeddings"], "train.freeze_steps": 2})
     assert seen == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert thawed == [False, False, True, True, True]

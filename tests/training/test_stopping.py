@@ -20,7 +20,7 @@ from deberta_ds.cluster.watchdog import EXIT_STUCK
 from deberta_ds.config.run_config import DataConfig, TrainConfig
 from deberta_ds.engine.engine import BadStepError, update
 from deberta_ds.tracking.log import read_metrics
-from deberta_ds.training import bad_steps
+from deberta_ds.training import step as steps
 from deberta_ds.training.step import WINDOW, SpikeRule
 
 
@@ -99,16 +99,17 @@ def test_spike_rule():
 def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeypatch):
     """With one good step between bad ones it threw away every step that it had trained."""
     path, loaded = Path("out/checkpoints/step-00000100"), []
-    monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(path))
-    monkeypatch.setattr(bad_steps.saved_state, "load", lambda engine, path: loaded.append(path))
-    monkeypatch.setattr(bad_steps, "read_run_record",
-                        lambda path: SimpleNamespace(recent_losses=[]))
-    train = TrainConfig(on_spike="rollback", global_batch_size=8, micro_batch_size=8, steps=1000,
-                        initial_batch_size=0, batch_warmup_steps=0)
-    found = bad_steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None)
+    monkeypatch.setattr(steps.find, "find", lambda *_: steps.find.Found(path))
+    monkeypatch.setattr(steps.saved_state, "load", lambda engine, path: loaded.append(path))
+    monkeypatch.setattr(steps, "read_run_record",
+                        lambda path: SimpleNamespace(recent_losses=[2.0, 3.0]))
+    train = TrainConfig(on_spike="rollback", spike_sigmas=3.0, global_batch_size=8,
+                        micro_batch_size=8, steps=1000)
+    found = steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None, [2.0, 3.0, 9.0])
     for _ in range(3):
         for _ in range(3):  # in a row: nothing is thrown away but the bad rows
             event, text, place = found.skip(100, "the loss is nan")
+            assert list(found.spikes.losses) == [2.0, 3.0]  # those of the checkpoint
         found.accept(1.0)
     assert loaded == [path] * 9 and event == "rollback" and str(path) in text
     assert place == {"first_sequence": 792, "last_sequence": 799}
@@ -228,15 +229,3 @@ def test_a_loss_scale_that_cannot_fall_is_one_clear_error():
     engine = SimpleNamespace(optimizer=SimpleNamespace(overflow=True), step=take_step)
     with pytest.raises(BadStepError, match="lowest loss scale; train in bf16"):
         update(engine)
-
-
-def test_a_rollback_goes_on_with_the_losses_of_its_checkpoint(monkeypatch):
-    monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(Path("step-1")))
-    monkeypatch.setattr(bad_steps.saved_state, "load", lambda *_: None)
-    monkeypatch.setattr(bad_steps, "read_run_record", lambda path: SimpleNamespace(
-        recent_losses=[2.0, 3.0]))
-    train = TrainConfig(on_spike="rollback", spike_sigmas=3.0, global_batch_size=8,
-                        micro_batch_size=8, steps=9)
-    found = bad_steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None, [2.0, 3.0, 9.0])
-    found.skip(5, "the loss is nan")
-    assert list(found.spikes.losses) == [2.0, 3.0]

@@ -13,7 +13,7 @@ from data_helpers import RUN_RECORD
 
 from deberta_ds.checkpoint.find import RunRecord
 from deberta_ds.config.run_config import TrainConfig
-from deberta_ds.training import best, goodput, journal, loop
+from deberta_ds.training import best, journal, loop, meters
 from deberta_ds.training.loop import Saver
 from deberta_ds.training.meters import (
     Meters,
@@ -69,25 +69,25 @@ def test_all_clocks_know_what_is_no_step():
         waits.append("end")
 
     speed = SpeedMeter(peak=None, world_size=1, sequences_seen=0)
-    meters = Meters(speed, TimeUse({}, lost=0.0), None, SimpleNamespace(patience=patience))
-    with meters.during("saves"):
+    clocks = Meters(speed, TimeUse({}, lost=0.0), None, SimpleNamespace(patience=patience))
+    with clocks.during("saves"):
         time.sleep(0.2)
     speed.count(1.0)
-    assert meters.time_use.seconds["saves"] >= 0.2 and meters.time_use.seconds["evaluations"] == 0
+    assert clocks.time_use.seconds["saves"] >= 0.2 and clocks.time_use.seconds["evaluations"] == 0
     assert speed.read(1, 2, 1.0)["tokens_per_second"] > 1 / 0.2 and waits == ["begin", "end"]
 
 
 def test_the_interval_between_saves_loses_least():
     """Held against every other interval by the sum it comes from."""
     for ranks, pause in ((64, 17.4), (512, 17.4), (1024, 17.4), (1024, 60.0)):
-        best = goodput.save_interval(ranks, pause)
-        least = goodput.lost_share(ranks, pause, best)
+        best = meters.save_interval(ranks, pause)
+        least = meters.lost_share(ranks, pause, best)
         for other in (0.3, 0.7, 1.4, 3.0):
-            assert goodput.lost_share(ranks, pause, other * best) > least
+            assert meters.lost_share(ranks, pause, other * best) > least
     # Worked out by hand for a 1.5B model that stands still for 17.4 s a save.
-    assert [round(goodput.save_interval(n, 17.4) / 60) for n in (64, 512, 1024)] == [165, 58, 41]
-    assert goodput.save_interval(1024, 0.001) == 600
-    assert goodput.save_interval(1024, 0.001, write_seconds=90) == 900
+    assert [round(meters.save_interval(n, 17.4) / 60) for n in (64, 512, 1024)] == [165, 58, 41]
+    assert meters.save_interval(1024, 0.001) == 600
+    assert meters.save_interval(1024, 0.001, write_seconds=90) == 900
 
 
 def test_saves_come_by_the_measured_pause():
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_finished_when_every_rank_has_written(monkeypatch):
 def test_the_end_of_the_metrics_is_uploaded_too():
     begun, mine = [], Saver.__new__(Saver)
     mine.train = SimpleNamespace(upload="s3://a/b")
-    mine.uploads = SimpleNamespace(begin=lambda: begun.append(1), is_running=lambda: False)
+    mine.uploads = SimpleNamespace(begin_round=lambda: begun.append(1), is_running=lambda: False)
     mine.finish_uploads(None)
     assert begun == [1]
 

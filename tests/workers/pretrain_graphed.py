@@ -12,8 +12,8 @@ import torch
 from deberta_ds.engine import passes
 from deberta_ds.model import linear_cross_entropy
 
-found = passes.obstacle
-passes.obstacle = lambda run, ds, _device_type: found(run, ds, "cuda")
+found = passes.graph_obstacle
+passes.graph_obstacle = lambda run, ds, _device_type: found(run, ds, "cuda")
 passes.capture = recorded_graph.capture
 # As on a GPU, which would have to be waited for.
 linear_cross_entropy.rows_to_sample = lambda here_T: torch.arange(len(here_T))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json, read_json, typed
+from deberta_ds.base.files import parse_json, read_json, typed, write_atomic
 
 
 @pytest.mark.parametrize(("text", "words"), [
