@@ -279,3 +279,9 @@ def suite_of(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 def diagnostics_of(name: str) -> tuple[Task, ...]:
     """Return the diagnostic sets that the model of task `name` predicts (RTE: AX-b and AX-g)."""
     return tuple(task for task in ALL_TASKS if task.predicted_by == name)
+
+
+def metrics_on(task: Task, table: str) -> tuple[str, ...]:
+    """Return the metrics of a diagnostic set, or of a labeled test table of `task`."""
+    return next((other.metrics for other in diagnostics_of(task.name) if other.name == table),
+                task.metrics)

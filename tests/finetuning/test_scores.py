@@ -23,14 +23,14 @@ from test_finetune_own import rows_of, train, write_task
 from test_metrics_references import labeled, task_of
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import predict as predict_module
 from deberta_ds.finetuning import predict_file, sweep
-from deberta_ds.finetuning.directory import load_finetuned
-from deberta_ds.finetuning.predict import as_text, scores_of
+from deberta_ds.finetuning.models import load_finetuned
+from deberta_ds.finetuning.predict import as_text
 from deberta_ds.finetuning.run import write_result
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.answer_texts import normalize
 from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.metrics import scores_of
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.task import task_named
 from deberta_ds.tasks.task_file import load_own_task
@@ -50,7 +50,7 @@ CASES = {
 
 @pytest.mark.parametrize("head", CASES)
 def test_intervals_are_percentiles_of_the_metric_over_drawn_examples(head, monkeypatch):
-    monkeypatch.setattr(predict_module, "_SAMPLES", 200)
+    monkeypatch.setattr(metrics, "_SAMPLES", 200)
     names, labels, gold, guess = CASES[head]
     task, examples = task_of(*names, head=head, labels=labels), labeled(gold)
     found = scores_of(task, examples, guess)
