@@ -248,19 +248,10 @@ def save_finetuned(directory: Path, task: Task, settings: Settings, start: Start
     for file, part in ((hf.SIDE_FILE, aside), (SAFETENSORS, tensors)):
         if part:
             write_safetensors(directory / file, part)
-    config = json.dumps(values, indent=2, sort_keys=True) + "\n"
-    for file, data in {"config.json": config, **files, FACTS: _as_text(facts)}.items():
+    write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+    for file, data in files.items():
         write_atomic(directory / file, data)
-
-
-def _as_text(facts: dict) -> str:
-    return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
-
-
-def mark_failed(directory: Path, failure: str) -> None:
-    """Record in a fine-tuned directory that its run failed: whoever uses it is told."""
-    facts = read_json(directory / FACTS) | {"failure": failure}
-    write_atomic(directory / FACTS, _as_text(facts))
+    write_atomic(directory / FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
 def class_name(task: Task, kind: str) -> str | None:

@@ -30,7 +30,6 @@ from deberta_ds.finetuning.models import (
     RESUME,
     finetuned_model,
     load_finetuned,
-    mark_failed,
 )
 from deberta_ds.finetuning.predict import as_text, files_of, predictions_of, score_split
 from deberta_ds.tasks import metrics
@@ -82,8 +81,9 @@ def write_result(job: Job, result: dict, files: Mapping[str, str] = MappingProxy
     def write() -> None:
         if files and not job.keep_model:
             shutil.rmtree(job.out / MODEL)
-        if result["failure"] and (job.out / MODEL / FACTS).is_file():
-            mark_failed(job.out / MODEL, result["failure"])
+        if result["failure"] and (place := job.out / MODEL / FACTS).is_file():
+            facts = read_json(place) | {"failure": result["failure"]}  # whoever uses it is told
+            write_atomic(place, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
         for name, text in {**files, RESULT: json.dumps(result, indent=1) + "\n"}.items():
             write_atomic(job.out / name, text)
         shutil.rmtree(job.out / RESUME, ignore_errors=True)
