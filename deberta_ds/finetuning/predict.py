@@ -21,9 +21,8 @@ from scipy.special import softmax
 from deberta_ds.cluster import dist
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.heads import END, MARGIN, NEVER, START, TaskOutput
-from deberta_ds.tasks.annotations import PREFIXED
 from deberta_ds.tasks.layouts import Example
-from deberta_ds.tasks.metrics import Prediction, f1_v2_of, spans_of
+from deberta_ds.tasks.metrics import PREFIXED, Prediction, f1_v2_of, spans_of
 from deberta_ds.tasks.task import Task
 
 _WIDTH, _MOST_ROWS, _HEAD_WIDTH, _LEAST_NAME = 80, 40, 12, 8  # of a printed table

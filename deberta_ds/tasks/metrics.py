@@ -13,6 +13,7 @@ metrics/sequence_labeling.py. A third MultiRC number, which differs between all 
 scored and not computed here.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -307,6 +308,7 @@ def _span_hits(task: Task, examples: Examples, predictions: Predictions) -> np.n
 
 
 PREFIXES = tuple("BIESLUM")  # of a tag that begins, continues, ends or is a span
+PREFIXED = re.compile(r"[BIESLUM]-.+")  # a tag that says where a span begins
 
 
 def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:

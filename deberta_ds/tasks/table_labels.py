@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.files.inputs import suffix_of
-from deberta_ds.tasks.annotations import PREFIXED, hold_spaces, is_entities
 from deberta_ds.tasks.labels import (
     NO_LABEL,
     as_one,
@@ -27,9 +26,9 @@ from deberta_ds.tasks.labels import (
     read_list,
     to_line,
 )
-from deberta_ds.tasks.layouts import chosen, entities_of, examples_of
-from deberta_ds.tasks.line import Line
-from deberta_ds.tasks.metrics import PREFIXES
+from deberta_ds.tasks.layouts import chosen, examples_of
+from deberta_ds.tasks.line import Line, hold_spaces, is_entities
+from deberta_ds.tasks.metrics import PREFIXED, PREFIXES
 from deberta_ds.tasks.tables import Row, convert, each_row, read_table, without_header
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer.words import is_unspaced
@@ -241,7 +240,7 @@ def _names(task: Task, row: dict[str, Any], place: str) -> list[str]:
 
 
 def _entities(task: Task, row: dict[str, Any], place: str) -> list[tuple[int, int, str]]:
-    return entities_of(Line(task, place, to_line(task, place, row, 0), needed=False))
+    return Line(task, place, to_line(task, place, row, 0), needed=False).entities()
 
 
 def _check_names(task: Task, own: Any, counts: Counter[str], rows: list[Row]) -> None:
