@@ -67,7 +67,7 @@ def main() -> None:
 
 def job_of(name: str, options):
     """Return (job, train features, val features) of a task in our own terms."""
-    from deberta_ds.finetuning.inputs import Job, Tables
+    from deberta_ds.finetuning.inputs import Job, Tables, prepare
     from deberta_ds.finetuning.models import open_start
     from deberta_ds.tasks.readers import read_split
     from deberta_ds.tasks.settings import load, resolve
@@ -82,8 +82,9 @@ def job_of(name: str, options):
     job = Job(task=task, seed=options.seed, settings=resolve(task, load(None, given, TASK_NAMES)),
               start=open_start(options.model), tables=Tables(train, val), out=Path("."),
               deepspeed=AUTOCAST if options.bf16 else {}, device=torch.device("cpu"))
-    rows = job.features(train)
-    return job, rows[: options.train_rows or len(rows)], job.features(val)
+    prepare([job])
+    rows, val_rows = (job.tables.encoded[id(split)] for split in (train, val))
+    return job, rows[: options.train_rows or len(rows)], val_rows
 
 
 def run_ours(job, train) -> dict:

@@ -33,7 +33,7 @@ from deberta_ds.base.errors import UserError, exit_cleanly, tell
 from deberta_ds.base.files import write_atomic
 from deberta_ds.files.inputs import suffix_of
 from deberta_ds.files.tables import TABLE_KINDS, is_pair, read_each, text_lines
-from deberta_ds.tasks.annotations import PREFIXED
+from deberta_ds.tasks.metrics import PREFIXED
 
 ENTITIES = ("label", "entities", "spans", "annotations")  # columns that tools write them into
 NAMES = ("label", "type", "tag", "entity_group")

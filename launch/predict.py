@@ -40,7 +40,7 @@ def main() -> None:
 
     from deberta_ds.cluster import dist
     from deberta_ds.engine.engine import init_distributed
-    from deberta_ds.finetuning.directory import Finetuned, find_finetuned, load_finetuned
+    from deberta_ds.finetuning.models import Finetuned, find_finetuned, load_finetuned
     from deberta_ds.finetuning.predict_file import predict_file
     from deberta_ds.tasks.settings import check_truncation
     from deberta_ds.training.start import versions

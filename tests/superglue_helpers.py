@@ -14,10 +14,9 @@ import sentencepiece
 import torch
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.finetuning.directory import save_finetuned
 from deberta_ds.finetuning.features import collate, encode
 from deberta_ds.finetuning.heads import TaskModel
-from deberta_ds.finetuning.models import Start, build_model
+from deberta_ds.finetuning.models import Start, build_model, save_finetuned, tokenizer_files
 from deberta_ds.finetuning.predict_file import predict_file
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.tasks.readers import read_split
@@ -92,8 +91,8 @@ def save_random(directory, task, start=None, std: float = 0.0) -> TaskModel:
     model = build_model(task, start, Settings(), 1).eval()
     if std:
         init_parameters(model, std, 3)
-    save_finetuned(directory, task, Settings(), start.config, dict(model.state_dict()),
-                   start.tokenizer)
+    save_finetuned(directory, task, Settings(), start, dict(model.state_dict()),
+                   tokenizer_files(start.tokenizer, 256))
     return model
 
 

@@ -20,9 +20,8 @@ from benchmarks.measure import RESULTS, interleaved_minimum, save
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode
-from deberta_ds.finetuning.run import finetuned_model
+from deberta_ds.finetuning.models import finetuned_model, load_finetuned
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.publish import onnx_files

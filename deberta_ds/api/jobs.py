@@ -27,7 +27,7 @@ from deberta_ds.config.toml_files import as_override
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import init_distributed
 from deberta_ds.finetuning import options, sweep
-from deberta_ds.finetuning.directory import MODEL, find_finetuned, load_finetuned
+from deberta_ds.finetuning.models import MODEL, find_finetuned, load_finetuned
 from deberta_ds.finetuning.predict_file import predict_file, scores_file
 from deberta_ds.publish.convert import Summary, convert
 from deberta_ds.release import shape

@@ -7,7 +7,12 @@ for each token to be their first or last (BERT, 4.2 and 4.3; transformers' quest
 ReCoRD scores every mention, pooled by attention against [CLS], in one pass (apps/models/
 record_qa.py). Scores of an example that was read in several windows are averaged.
 
-Legend: R sequences, L length, C hidden, E examples, S spans, T span tokens, K slots, N classes.
+The score of an answer in a text is that of its first token plus that of its last; no answer's is
+twice that of [CLS], the least over the windows, as every window without the answer points there
+(BERT's run_squad.py). The best answer is found exactly, not among the n best starts and ends.
+
+Legend: R sequences, L length, C hidden, E examples, S spans, T span tokens, N classes, D answer
+lengths, K slots (of answers start and end of every row).
 """
 
 from collections import OrderedDict
@@ -18,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deberta_ds.finetuning.answers import NEVER, best_answers
 from deberta_ds.finetuning.features import FeatureBatch
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.tasks.settings import Settings
@@ -34,6 +38,8 @@ from deberta_ds.tasks.task import HeadKind, Task
 # divergence shapes the final loss too, and nothing is hooked, so no tensor outlives its step. Cost
 # of a step: three forward and two backward passes.
 _NORM_EPS = 1e-7
+NEVER = -1e30  # a score that no token has; not an infinity, whose difference to itself is NaN
+BEST, START, END, MARGIN = range(4)  # the numbers of an example, see best_answers
 
 
 def adversarial_divergence(score: Callable[[Tensor], Tensor], sums_RLC: Tensor,
@@ -292,6 +298,36 @@ class AnswerHead(nn.Module):
         context_RL = context_RL & (columns_L < batch.span_end_S[:, None]) | (columns_L == 0)
         scores_R2L = scores_RL2.masked_fill(~context_RL[..., None], NEVER).transpose(1, 2)
         return scores_R2L.flatten(0, 1)
+
+
+def best_answers(scores_KL: Tensor, batch: FeatureBatch, max_answer_tokens: int) -> Tensor:
+    """Return [E, 4]: the best answer's score, its characters [start, end) in its text, and by how
+    much no answer scores more than it."""
+    starts_RL, ends_RL = scores_KL[0::2], scores_KL[1::2]
+    none_R = starts_RL[:, 0] + ends_RL[:, 0]
+    starts_RL = starts_RL.index_fill(1, torch.zeros_like(batch.example_R[:1]), 2 * NEVER)
+    length, device = starts_RL.size(1), starts_RL.device
+    found = [(starts_RL[:, : length - more] + ends_RL[:, more:]).max(-1)
+             for more in range(min(max_answer_tokens, length))]
+    best_R, more_R = torch.stack([best.values for best in found], -1).max(-1)
+    firsts_RD = torch.stack([best.indices for best in found], -1)
+    first_R = firsts_RD.gather(1, more_R[:, None])[:, 0]
+
+    num_examples, rows_R = batch.weights_E.numel(), torch.arange(len(best_R), device=device)
+
+    def of_examples(start, values_R: Tensor, how: str) -> Tensor:
+        whole_E = values_R.new_full((num_examples,), start)
+        return whole_E.scatter_reduce(0, batch.example_R, values_R, how)
+
+    best_E = of_examples(-torch.inf, best_R, "amax")
+    is_best_R = best_R == best_E[batch.example_R]
+    last = len(best_R) - 1  # of NaN, none is the best
+    row_E = of_examples(last, rows_R.where(is_best_R, last), "amin")
+    first_E, more_E = first_R[row_E], more_R[row_E]
+    begin_E = batch.characters_RL2[row_E, first_E, 0]
+    end_E = batch.characters_RL2[row_E, first_E + more_E, 1]
+    margin_E = of_examples(torch.inf, none_R, "amin") - best_E
+    return torch.stack([best_E, begin_E.to(best_E), end_E.to(best_E), margin_E], -1)
 
 
 class MentionHead(nn.Module):

@@ -8,13 +8,15 @@ A split is encoded once per node: each rank encodes a part and pickles it into m
 (memfd), which all of them map. It goes with their last process, however that ends.
 """
 
+import math
 import os
 import pickle
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain
 from mmap import ACCESS_READ, mmap
 from operator import attrgetter
@@ -30,7 +32,6 @@ from deberta_ds.cluster import dist
 from deberta_ds.cluster.lock import machine
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
-from deberta_ds.finetuning.directory import Finetuned, find_finetuned, is_finetuned, load_finetuned
 from deberta_ds.finetuning.features import (
     Feature,
     TooLongError,
@@ -38,13 +39,20 @@ from deberta_ds.finetuning.features import (
     count_unknown,
     encode,
 )
-from deberta_ds.finetuning.models import Start, start_from
-from deberta_ds.finetuning.predict import score_split
+from deberta_ds.finetuning.models import (
+    Finetuned,
+    Start,
+    find_finetuned,
+    is_finetuned,
+    load_finetuned,
+    start_from,
+    tokenizer_files,
+)
 from deberta_ds.tasks import readers
 from deberta_ds.tasks.layouts import is_labeled
 from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.settings import Settings, resolve
-from deberta_ds.tasks.tables import Faults
+from deberta_ds.tasks.tables import Faults, longer
 from deberta_ds.tasks.task import TASK_NAMES, TEST, Task, diagnostics_of
 from deberta_ds.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.training.inputs import Input
@@ -95,8 +103,9 @@ class Tables:
     val: Split
     tests: Mapping[str, Split] = field(default_factory=dict)
     diagnostics: Mapping[str, Split] = field(default_factory=dict)
-    # By the id of a split; the seeds of a task have splits and settings in common.
-    encoded: dict[int, Encoded] = field(default_factory=dict)
+    # Made by `prepare`; the seeds of a task have splits and settings in common.
+    encoded: dict[int, Encoded] = field(default_factory=dict)  # by the id of a split
+    tokenizer_files: dict[str, bytes] = field(default_factory=dict)  # next to each model; of rank 0
 
 
 @dataclass(frozen=True)
@@ -118,23 +127,9 @@ class Job:
     show_scores: bool = False  # as tables, at the end
     say: Callable[[str], None] = print
 
-    def features(self, split: Split) -> Encoded:
-        """Return one of the run's splits encoded, once for all seeds.
-
-        UserError names an example that cannot be made to fit.
-        """
-        encoded = self.tables.encoded
-        if id(split) not in encoded:
-            encoded[id(split)] = encode_split(split, self.start, self.settings, self.say)
-        return encoded[id(split)]
-
-    def scores(self, model: Callable, split: Split) -> list[np.ndarray]:
-        """Return what `model`, in evaluation mode, gives every example; call it on every rank."""
-        return score_split(model, split.task, split.examples, self.features(split),
-                           global_batch_size=self.settings.eval_batch_size, device=self.device)
-
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return what a run on disk must agree in, to stand for this one."""
+        """What a run on disk must agree in, to stand for this one."""
         return {"task": self.task.name, "seed": self.seed, "settings": to_dict(self.settings),
                 "start": self.start.name, "init_from": self.init_from,
                 **{name: one for each in self.inputs for name, one in each.identity.items()}}
@@ -165,40 +160,35 @@ class Sweep:
 
 def open_inputs(sweep: Sweep, task: Task) -> tuple[Input, ...]:
     """Open what the runs of a task read; call on every rank. UserError on every rank."""
-    return (Input("model", sweep.start, sweep.start.identity()),
-            Input("DeepSpeed JSON", sweep.deepspeed,
-                  {"precision": ds_config.precision(sweep.deepspeed)}),
-            _tables(sweep, task), _initial(sweep, task))
+    tables = read_tables(sweep, task)
+    dist.together(lambda: _check(sweep, tables))
+    train, val = tables.train, tables.val
+    place, initial = dist.together(lambda: _initial(sweep, task))
+    return (
+        Input("model", sweep.start, sweep.start.identity()),
+        Input("DeepSpeed JSON", sweep.deepspeed,
+              {"precision": ds_config.precision(sweep.deepspeed)}),
+        Input("tables", tables, {
+            "train": [train.source, len(train.examples)], "val": [val.source, len(val.examples)],
+            "labels_and_texts": digest(task, train, val),
+            "tests": {name: digest(split.task, split) for name, split in tables.tests.items()}}),
+        Input("init_from", (place, initial), {"initial": initial.identity if initial else {}}))
 
 
-def _initial(sweep: Sweep, task: Task) -> Input:
+def _initial(sweep: Sweep, task: Task) -> tuple[str, Finetuned | None]:
     """Open the fine-tuned model that a task starts from: (its place, what was read there). One that
     is gone does not matter to runs that are finished.
     """
-    def opened() -> tuple[str, Finetuned | None]:
-        if task.name not in sweep.init_from:
-            return "", None
-        place = find_finetuned(sweep.init_from[task.name])
-        if not is_finetuned(place):
-            return str(place), None
-        found = load_finetuned(place)
-        start_from(sweep.start, found, str(place))  # said before hours of training
-        if found.failure:
-            sweep.say(f"warning: the run of {place} failed: {found.failure}")
-        return str(place), found
-
-    place, found = dist.together(opened)
-    return Input("init_from", (place, found), {"initial": found.identity if found else {}})
-
-
-def _tables(sweep: Sweep, task: Task) -> Input:
-    found = read_tables(sweep, task)
-    dist.together(lambda: _check(sweep, found))
-    train, val = found.train, found.val
-    return Input("tables", found, {
-        "train": [train.source, len(train.examples)], "val": [val.source, len(val.examples)],
-        "labels_and_texts": digest(task, train, val),
-        "tests": {name: digest(split.task, split) for name, split in found.tests.items()}})
+    if task.name not in sweep.init_from:
+        return "", None
+    place = find_finetuned(sweep.init_from[task.name])
+    if not is_finetuned(place):
+        return str(place), None
+    found = load_finetuned(place)
+    start_from(sweep.start, found, str(place))  # said before hours of training
+    if found.failure:
+        sweep.say(f"warning: the run of {place} failed: {found.failure}")
+    return str(place), found
 
 
 def digest(task: Task, *splits: Split) -> str:
@@ -292,6 +282,40 @@ def _that_fit(sweep: Sweep, task: Task, split: Split, faults: Faults,
     return split
 
 
+def prepare(jobs: Sequence[Job]) -> None:
+    """Encode the splits of every job, and make what goes next to its model, once for all seeds.
+
+    Raises one UserError for all texts that the model cannot be given: before hours of training.
+    """
+    problems = []
+    for job in jobs:
+        tables, start, option = job.tables, job.start, f"--{job.task.name}."
+        known = start.config.max_position
+        positions = known if start.config.absolute_input else math.inf
+        too_few = f"{start.name} has {known} absolute positions"
+        for split in (tables.train, tables.val, *tables.tests.values(),
+                      *tables.diagnostics.values()):
+            try:
+                if id(split) not in tables.encoded:
+                    tables.encoded[id(split)] = encode_split(split, start, job.settings, job.say)
+                longest = tables.encoded[id(split)].longest
+            except TooLongError as error:
+                problems.append(f"{error}. " + longer(
+                    split.task, option, f"{option}max_length={error.needed}" if error.needed <=
+                    positions else f"take a model of more positions: {too_few}"))
+            else:
+                if longest > positions:
+                    problems.append(f"{split.source}: the longest row has {longest} tokens, but "
+                                    f"{too_few}. Set {option}max_length={positions} to cut it")
+                elif longest > known:
+                    job.say(f"  WARNING: {split.source}: the longest row has {longest:,} tokens; "
+                            f"{start.name} is made for {known:,}")
+        dist.on_main(lambda tables=tables, start=start, length=job.settings.max_length:
+                     tables.tokenizer_files.update(tokenizer_files(start.tokenizer, length)))
+    if problems:
+        raise UserError("texts do not fit:\n  " + "\n  ".join(problems))
+
+
 def encode_split(split: Split, start: Start, settings: Settings,
                  say: Callable[[str], None], faults: Faults | None = None) -> Encoded:
     """Return a split's features as `encode` does; say every 10 seconds how far it is, and at the
@@ -312,9 +336,9 @@ def encode_split(split: Split, start: Start, settings: Settings,
         count, *counted = dist.together(encode_part)
         mine = (f"/proc/{os.getpid()}/fd/{file.fileno()}", count)
         found = dist.gather_objects((mine, bad.errors, bad.needed, *counted))
-        files, named, most, gone, longer, sums, longest = zip(
+        files, named, most, gone, long, sums, longest = zip(
             *[found[rank] for rank in ours], strict=True)
-        if too_long := [*chain(*longer)]:
+        if too_long := [*chain(*long)]:
             needed, place, _ = max(too_long)
             raise TooLongError(place, needed, sum(count for *_, count in too_long), total,
                                settings.max_length)
@@ -323,24 +347,16 @@ def encode_split(split: Split, start: Start, settings: Settings,
             faults.needed = max(faults.needed, *most)
         # No file is closed before all ranks have opened it.
         encoded = dist.together(lambda: Encoded(files, [*chain(*gone)], max(longest)))
-    for line in _unlike(split, start, settings, *sum(sums).tolist()):
-        say(f"  {split.source}: {line}")
-    return encoded
-
-
-def _unlike(split: Split, start: Start, settings: Settings, cut: int, windowed: int, unknown: int,
-            tokens: int) -> Iterator[str]:
-    """Yield what is said of a split's texts that the model does not see as they are."""
-    count = len(split.examples)
+    cut, windowed, special, unknown, tokens = sum(sums).tolist()
     if cut or windowed:
-        yield (f"of {count} examples {cut} were cut at {settings.max_length} tokens, {windowed} "
-               "read in windows")
-    special = count_special(split.examples, start.tokenizer)
+        say(f"  {split.source}: of {total} examples {cut} were cut at {settings.max_length} tokens,"
+            f" {windowed} read in windows")
     if lost := unknown_tokens(unknown, tokens):
-        yield f"{lost}; {start.name} was not trained on text like this"
+        say(f"  {split.source}: {lost}; {start.name} was not trained on text like this")
     if special:
-        yield (f"{special} of {count} examples have a special token, such as [SEP], in their text: "
-               "plain text here, one token for transformers")
+        say(f"  {split.source}: {special} of {total} examples have a special token, such as [SEP], "
+            "in their text: plain text here, one token for transformers")
+    return encoded
 
 
 def _encode_part(file: BinaryIO, split: Split, part: range, tokenizer: Tokenizer,
@@ -348,26 +364,27 @@ def _encode_part(file: BinaryIO, split: Split, part: range, tokenizer: Tokenizer
                  ) -> tuple[int, list[int], list[tuple[int, str, int]], np.ndarray, int]:
     """Write the features of a part of a split, then where each begins. Return (how many there are,
     positions of the examples that have none, (tokens, place, count) of what is too long, [cut, in
-    windows, unknown pieces, tokens], tokens of the longest row).
+    windows, with a special token's name, unknown pieces, tokens], tokens of the longest row).
     """
-    said, starts, longest, sums = time.monotonic(), array("q", [0]), 0, np.zeros(4, int)
+    said, starts, longest, sums = time.monotonic(), array("q", [0]), 0, np.zeros(5, int)
     lost: list[int] = []
     long: list[tuple[int, str, int]] = []
     for first in part[::_BLOCK_ROWS]:
         rows, features = range(first, min(first + _BLOCK_ROWS, part.stop)), []
+        examples = split.examples[first : rows.stop]
         try:
             features = encode(
-                split.task, split.examples[first : rows.stop], tokenizer,
+                split.task, examples, tokenizer,
                 max_length=settings.max_length, window_overlap=settings.window_overlap,
                 truncation=settings.truncation, faults=faults)
         except TooLongError as error:
             long.append((error.needed, error.place, error.count))
         for feature in features:
             starts.append(starts[-1] + file.write(pickle.dumps(_values_of(feature), 5)))
-            rows_of_text = len(split.examples[first + feature.position].sequences)
+            rows_of_text = len(examples[feature.position].sequences)
             sums[:2] += feature.cut_tokens > 0, len(feature.sequences) > rows_of_text
             longest = max(longest, *map(len, feature.sequences))
-        sums[2:] += count_unknown(features, tokenizer)
+        sums[2:] += (count_special(examples, tokenizer), *count_unknown(features, tokenizer))
         lost += sorted({*rows} - {first + feature.position for feature in features})
         if time.monotonic() >= said + _SAY_SECONDS:
             said, share = time.monotonic(), (rows.stop - part.start) / len(part)

@@ -32,15 +32,21 @@ from deberta_ds.checkpoint.find import MANIFEST, RUN_FILE
 from deberta_ds.checkpoint.save import begin_save, finish_save, point_best, set_aside
 from deberta_ds.cluster import dist, lock
 from deberta_ds.config.run_config import OptimConfig
-from deberta_ds.engine import ds_config
+from deberta_ds.engine.ds_config import complete
 from deberta_ds.engine.engine import build_engine, gathered, set_learning_rate
 from deberta_ds.engine.optim import learning_rate
-from deberta_ds.finetuning.answers import best_threshold
-from deberta_ds.finetuning.directory import MODEL, RESUME, is_finetuned, save_finetuned
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.inputs import Job
-from deberta_ds.finetuning.models import build_model, keep_head, start_from
-from deberta_ds.finetuning.predict import predictions_of
+from deberta_ds.finetuning.models import (
+    FACTS,
+    MODEL,
+    RESUME,
+    build_model,
+    keep_head,
+    save_finetuned,
+    start_from,
+)
+from deberta_ds.finetuning.predict import best_threshold, predictions_of, score_split
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import Task
@@ -96,7 +102,8 @@ def train(job: Job) -> dict[str, Any]:
     The weights of the best evaluation are in OUT/model then. Raises BadStepError on a loss or
     gradient that is not finite.
     """
-    settings, rows = job.settings, job.features(job.tables.train)
+    settings = job.settings
+    rows: Sequence[Feature] = job.tables.encoded[id(job.tables.train)]
     rows = rows[: settings.train_rows] if settings.train_rows else rows
     total_steps = math.ceil(settings.epochs * len(rows) / settings.global_batch_size)
     optim = settings.optim(total_steps)
@@ -112,15 +119,27 @@ def train(job: Job) -> dict[str, Any]:
 
 
 def restore(job: Job, engine) -> Progress:
-    """Put the newest whole checkpoint into the engine, if there is one; call on every rank."""
+    """Put the newest whole checkpoint into the engine, if there is one; call on every rank.
+
+    OUT/resume/best points to that of the best evaluation then, also where a kill came between. Of a
+    run that version 0.2.0 began, the best weights may be in OUT/model. UserError if they are gone.
+    """
     found = find.find(job.out / RESUME, "auto")
     for line in found.warnings:
         job.say(f"  {line}")
     if found.path is None:
         dist.on_main(lambda: shutil.rmtree(job.out / MODEL, ignore_errors=True))
-        return Progress(job.identity(), dist.world_size())
+        return Progress(job.identity, dist.world_size())
     progress = dist.together(lambda: _read_progress(found.path))
-    _keep_best(job, progress)
+    best = find.path_of(job.out / RESUME, progress.best_step)
+    is_written = dist.from_main(lambda: (job.out / MODEL / FACTS).is_file())
+    if progress.best_step and not is_written and (problems := find.problems_of(best)):
+        raise UserError(f"{best}: is gone or damaged ({listed(problems)}), and with it the best "
+                        f"weights of this run; delete {job.out / RESUME} to start this seed from "
+                        "scratch")
+    for line in dist.from_main(lambda: set_aside(job.out / RESUME, progress.step)):
+        job.say(f"  {line}")
+    dist.on_main(lambda: point_best(best))
     saved_state.load(engine, found.path)
     job.say(f"{job.task.name} seed {job.seed}: goes on after step {progress.step}, from "
             f"{found.path}")
@@ -129,22 +148,6 @@ def restore(job: Job, engine) -> Progress:
                 f"{dist.world_size()}: sums are rounded differently")
         progress.world_size = dist.world_size()
     return progress
-
-
-def _keep_best(job: Job, progress: Progress) -> None:
-    """Have OUT/resume/best point to the checkpoint of the best evaluation, also where a kill came
-    between. Of a run that version 0.2.0 began, the weights may be in OUT/model. UserError if they
-    are gone.
-    """
-    best = find.path_of(job.out / RESUME, progress.best_step)
-    for line in dist.from_main(lambda: set_aside(job.out / RESUME, progress.step)):
-        job.say(f"  {line}")
-    dist.on_main(lambda: point_best(best))
-    is_written = dist.from_main(lambda: is_finetuned(job.out / MODEL))
-    if progress.best_step and not is_written and (problems := find.problems_of(best)):
-        raise UserError(f"{best}: is gone or damaged ({listed(problems)}), and with it the best "
-                        f"weights of this run; delete {job.out / RESUME} to start this seed from "
-                        "scratch")
 
 
 def _updates(job: Job, engine, optim: OptimConfig, rows: Sequence[Feature], total_steps: int,
@@ -159,12 +162,12 @@ def _updates(job: Job, engine, optim: OptimConfig, rows: Sequence[Feature], tota
     began = saved_at - progress.seconds
     while progress.step < total_steps and not _is_past_its_best(job, progress):
         # -------------------------------------------------------------------------- single update
-        set_learning_rate(engine, learning_rate(optim, progress.step, total_steps))
         chosen = stream(lengths, job.seed, progress.step, settings.global_batch_size,
                         settings.group_updates)
         micro = micro_batches([rows[i] for i in chosen], settings, class_weights)
         is_evaluated = progress.step + 1 in evals
         due = dist.is_main() and is_save_due(time.monotonic() - saved_at, took, is_evaluated)
+        set_learning_rate(engine, learning_rate(optim, progress.step, total_steps))
         result = train_step(engine, micro, step=progress.step, seed=job.seed, training=training,
                             request=due)
         progress.step += 1
@@ -207,8 +210,8 @@ def _write_best(job: Job, engine, progress: Progress) -> None:
         with gathered([parameter]):
             if dist.is_main():
                 weights[name] = parameter.detach().to("cpu", torch.float32).clone()
-    dist.on_main(lambda: save_finetuned(job.out / MODEL, job.task, job.settings, job.start.config,
-                                        weights, job.start.tokenizer, progress.threshold))
+    dist.on_main(lambda: save_finetuned(job.out / MODEL, job.task, job.settings, job.start, weights,
+                                        job.tables.tokenizer_files, progress.threshold))
 
 
 def _is_past_its_best(job: Job, progress: Progress) -> bool:
@@ -281,12 +284,14 @@ def evaluate(job: Job, engine, progress: Progress, total_steps: int, num_rows: i
 
 def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
     """Return (metrics, margin above which "no answer" is said, 0 where there is no such thing)."""
+    task, val = job.task, job.tables.val
     engine.eval()
-    scores = job.scores(engine, job.tables.val)
+    scores = score_split(engine, task, val.examples, job.tables.encoded[id(val)],
+                         global_batch_size=job.settings.eval_batch_size, device=job.device)
     engine.train()
-    threshold = best_threshold(job.tables.val.examples, scores) if job.task.no_answer else 0.0
-    guesses = predictions_of(job.task, job.tables.val.examples, scores, threshold)
-    return metrics.score(job.task, job.tables.val.examples, guesses), threshold
+    threshold = best_threshold(val.examples, scores) if task.no_answer else 0.0
+    guesses = predictions_of(task, val.examples, scores, threshold)
+    return metrics.score(task, val.examples, guesses), threshold
 
 
 def build(job: Job, optim: OptimConfig):
@@ -298,7 +303,7 @@ def build(job: Job, optim: OptimConfig):
     model = build_model(job.task, start, settings, job.seed)
     if saved is not None:
         job.say(f"  {keep_head(model, job.task, saved)}")
-    values = ds_config.complete(
+    values = complete(
         job.deepspeed, rows=micro_rows * accumulation * dist.world_size(),
         micro_rows=micro_rows, accumulation=accumulation, clip_norm=settings.clip_norm)
     engine = build_engine(model, optim, values)

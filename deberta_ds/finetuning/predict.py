@@ -1,14 +1,15 @@
-"""Scores of a whole split over all ranks, exactly: every example once, in any world size.
+"""Scores of a whole split over all ranks, exactly, every example once in any world size; and what
+is predicted by them.
 
 Batches are cut from the whole split before they are dealt to ranks, so which examples share a batch
 does not depend on how many ranks there are. Ranks that run out repeat a batch and drop its scores,
 because under ZeRO-3 every rank must make the same number of forward passes.
 
-What a paper needs of them: metrics with intervals, the 2.5 and 97.5 percentiles of 1,000 bootstrap
-samples (of over 20,000 rows fewer, at least 100): the metric's units (examples, of MultiRC
-questions) are sampled with replacement, by one seed, and the score, their mean, with them.
+"No answer" is said where its score is higher by more than a threshold, the one that has the best F1
+on the validation set, as in find_best_thresh of the official evaluate-v2.0.py.
 """
 
+import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,19 +19,12 @@ import torch
 from scipy.special import softmax
 
 from deberta_ds.cluster import dist
-from deberta_ds.finetuning.answers import NEVER, answer_text
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
-from deberta_ds.finetuning.heads import TaskOutput
-from deberta_ds.tasks import metrics
-from deberta_ds.tasks.annotations import PREFIXED
-from deberta_ds.tasks.layouts import Example, is_labeled
-from deberta_ds.tasks.metrics import Prediction, spans_of
+from deberta_ds.finetuning.heads import END, MARGIN, NEVER, START, TaskOutput
+from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.metrics import PREFIXED, Prediction, f1_v2_of, spans_of
 from deberta_ds.tasks.task import Task
 
-SCORES = "scores.json"
-_SAMPLES, _MOST_SAMPLED, _LEAST_SAMPLES = 1000, 20_000_000, 100
-_MOST_GROUPS = 50  # with intervals, which take about 0.1 s each
-_MOST_LABELS = 200  # with a confusion matrix: one of 1,000 labels has a million numbers
 _WIDTH, _MOST_ROWS, _HEAD_WIDTH, _LEAST_NAME = 80, 40, 12, 8  # of a printed table
 INNER, LOST = NEVER, 2 * NEVER  # scores of words without a token of their own: Feature.inner, .lost
 
@@ -108,8 +102,42 @@ def num_scores(task: Task, example: Example) -> int:
     if task.head == "tags":
         return len(example.spans) * len(task.labels)
     if task.head == "answer":
-        return 4  # as answers.best_answers returns them
+        return 4  # as heads.best_answers returns them
     return len(task.labels)
+
+
+def answer_place(example: Example, numbers: np.ndarray) -> tuple[int, int]:
+    """Return the characters [start, end) of the best answer, without spaces around it."""
+    start, end = int(numbers[START]), int(numbers[END])
+    found = example.sequences[0][1][start:end]
+    start += len(found) - len(found.lstrip())
+    return start, start + len(found.strip())
+
+
+def answer_text(example: Example, numbers: np.ndarray, threshold: float | None) -> str:
+    """Return the answer, "" for none; a `threshold` of None: there always is one."""
+    if threshold is not None and numbers[MARGIN] > threshold:
+        return ""
+    start, end = answer_place(example, numbers)
+    return example.sequences[0][1][start:end]
+
+
+def best_threshold(examples: Sequence[Example], scores: Sequence[np.ndarray]) -> float:
+    """Return the margin above which "no answer" is said so that F1 over `examples` is best.
+
+    It lies in the middle between two margins, so that rounding moves no example across it.
+    """
+    margins = np.array([numbers[MARGIN] for numbers in scores])
+    gains = []  # of the answer over saying nothing
+    for example, numbers in zip(examples, scores, strict=True):
+        text = answer_text(example, numbers, None)
+        gains.append(f1_v2_of(example, text) - f1_v2_of(example, ""))
+    order = np.argsort(margins, kind="stable")
+    levels, counts = np.unique(margins, return_counts=True)
+    totals = np.concatenate([[0.0], np.cumsum(np.array(gains)[order])])
+    totals = totals[np.concatenate([[0], np.cumsum(counts)])]  # equal margins fall together
+    edges = np.concatenate([[levels[0] - 1], (levels[1:] + levels[:-1]) / 2, [levels[-1] + 1]])
+    return float(edges[int(totals.argmax())])
 
 
 def predictions_of(
@@ -136,71 +164,23 @@ def predictions_of(
     return [example.names[mention] for example, mention in zip(examples, best, strict=True)]
 
 
-def scores_of(
-    task: Task, examples: Sequence[Example], predictions: Sequence[metrics.Prediction]
-) -> dict[str, Any]:
-    """Return the scores of the labeled examples as JSON has them, {} if none is labeled.
-
-    "metrics" and "score" hold {"value", "low", "high"}; "classes" {"precision", "recall", "f1",
-    "support"}; "groups" the first two for each value of the task's `group` column, and of SQuAD
-    v2.0 for questions with and without an answer.
+def files_of(task: Task, examples: Sequence[Example], guesses: Sequence[Prediction],
+             scores: Sequence[np.ndarray]) -> dict[str, str]:
+    """Return {name: text} of the files that show what is predicted of the validation set; of
+    answers also what the official scripts read: predictions.json, and null_odds.json for v2.0.
     """
-    pairs = [pair for pair in zip(examples, predictions, strict=True) if is_labeled(pair[0])]
-    if not pairs:
-        return {}
-    gold, guesses = zip(*pairs, strict=True)
-    found: dict[str, Any] = {"examples": len(pairs), "unlabelled": len(examples) - len(pairs),
-                             "score_is": metrics.score_name(task)}
-    found |= _measured(task, gold, guesses, _SAMPLES)
-    found["majority"] = metrics.score(task, gold, metrics.baseline(task, gold))
-    if task.head not in ("regress", "answer", "mentions"):
-        found["classes"] = {
-            name: {"precision": hits / max(guessed, 1), "recall": hits / max(right, 1),
-                   "f1": 2 * hits / max(right + guessed, 1), "support": right}
-            for name, (hits, right, guessed) in metrics.class_counts(task, gold, guesses).items()}
-        if task.head != "multilabel" and len(task.labels) <= _MOST_LABELS:
-            found |= {"labels": list(task.labels),
-                      "confusion": metrics.confusion(task, gold, guesses)}
-    found["groups"] = {column: _by_group(task, pairs, [example.group for example in gold])
-                       for key, column in task.columns.items() if key == "group"}
-    if task.no_answer:
-        found["groups"]["answer"] = _by_group(
-            task, pairs, ["there is one" if example.gold else "none" for example in gold])
-    return found
-
-
-def _by_group(task: Task, pairs: Sequence, groups: Sequence[str | None]) -> dict[str, Any]:
-    """Return the scores of each group, the largest first."""
-    members: dict[str, list] = {}
-    for pair, group in zip(pairs, groups, strict=True):
-        members.setdefault("(none)" if group is None else group, []).append(pair)
-    samples = _SAMPLES if len(members) <= _MOST_GROUPS else 0
-    return {group: {"examples": len(part)} | _measured(
-                task, [example for example, _ in part], [guess for _, guess in part], samples)
-            for group, part in sorted(members.items(), key=lambda item: (-len(item[1]), item[0]))}
-
-
-def _measured(task: Task, examples, predictions, samples: int) -> dict[str, Any]:
-    """Return {"metrics", "score"} with their intervals; "score" has none of unlike units."""
-    values, sampled, sizes = {}, [], set()
-    for name in task.metrics:
-        rows = metrics.rows_of(name, task, examples, predictions)
-        dice = np.random.default_rng(0)  # the same examples for every metric
-        count = min(samples, max(_LEAST_SAMPLES, _MOST_SAMPLED // len(rows)))
-        sampled.append([metrics.value_of(name, task, rows[dice.integers(len(rows), size=len(rows))])
-                      for _ in range(count)])
-        values[name] = _with_interval(metrics.value_of(name, task, rows), sampled[-1])
-        sizes.add(len(rows))
-    score = metrics.task_score(task, {name: value["value"] for name, value in values.items()})
-    joint = np.mean(sampled, axis=0) if len(sizes) == 1 else ()
-    return {"metrics": values, "score": _with_interval(score, joint)}
-
-
-def _with_interval(value: float, sampled: Sequence[float] | np.ndarray) -> dict[str, float]:
-    if not len(sampled):
-        return {"value": value}
-    low, high = np.percentile(sampled, (2.5, 97.5))
-    return {"value": value, "low": float(low), "high": float(high)}
+    lines = [{"key": example.key,
+              "label": example.gold if example.names or example.id else example.label,
+              "prediction": guess, "scores": [round(float(value), 5) for value in values]}
+             for example, guess, values in zip(examples, guesses, scores, strict=True)]
+    files = {"val_predictions.jsonl": "".join(json.dumps(line) + "\n" for line in lines)}
+    if task.head == "answer":
+        names = [example.id for example in examples]
+        odds = [round(float(numbers[MARGIN]), 6) for numbers in scores]
+        for name, values in (("predictions.json", guesses), ("null_odds.json", odds)):
+            found = dict(zip(names, values, strict=True))
+            files[name] = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    return files
 
 
 def as_text(title: str, scores: Mapping[str, Any]) -> str:

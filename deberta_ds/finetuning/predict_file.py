@@ -24,20 +24,19 @@ from scipy.special import expit, softmax
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
-from deberta_ds.finetuning.answers import MARGIN, answer_place
-from deberta_ds.finetuning.directory import Finetuned
 from deberta_ds.finetuning.features import Feature, count_unknown, encode
+from deberta_ds.finetuning.heads import MARGIN
+from deberta_ds.finetuning.models import Finetuned, finetuned_model
 from deberta_ds.finetuning.predict import (
+    answer_place,
     as_text,
     entities_in,
     predictions_of,
     score_split,
-    scores_of,
 )
-from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.tasks.labels import is_ignored, to_line, without_label
 from deberta_ds.tasks.layouts import Example, examples_of, is_labeled
-from deberta_ds.tasks.metrics import Prediction
+from deberta_ds.tasks.metrics import Prediction, scores_of
 from deberta_ds.tasks.submission import as_written
 from deberta_ds.tasks.tables import Faults, each_row
 from deberta_ds.tasks.task import Task

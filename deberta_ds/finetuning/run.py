@@ -9,38 +9,34 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import read_json, typed, write_atomic
 from deberta_ds.cluster import dist, lock
 from deberta_ds.engine.ds_config import precision
-from deberta_ds.finetuning.answers import write_official
-from deberta_ds.finetuning.directory import (
+from deberta_ds.finetuning.inputs import Job
+from deberta_ds.finetuning.loop import newest, train
+from deberta_ds.finetuning.models import (
+    FACTS,
     MODEL,
     RESULT,
     RESUME,
-    Finetuned,
-    is_finetuned,
+    finetuned_model,
     load_finetuned,
-    mark_failed,
 )
-from deberta_ds.finetuning.features import TooLongError
-from deberta_ds.finetuning.inputs import Job
-from deberta_ds.finetuning.loop import newest, train
-from deberta_ds.finetuning.models import Start, build_model
-from deberta_ds.finetuning.predict import SCORES, as_text, predictions_of, scores_of
-from deberta_ds.model.precision import DTYPES
+from deberta_ds.finetuning.predict import as_text, files_of, predictions_of, score_split
 from deberta_ds.tasks import metrics
-from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.readers import Split
 from deberta_ds.tasks.submission import render
-from deberta_ds.tasks.tables import longer
-from deberta_ds.tasks.task import Task, diagnostics_of
+from deberta_ds.tasks.task import Task, metrics_on
+
+SCORES = "scores.json"
 
 
 def run(job: Job) -> dict:
@@ -66,41 +62,32 @@ def run(job: Job) -> dict:
     with lock.held(job.out):
         trained = train(job)
         began = time.monotonic()
-        result = job.identity() | trained | _predict(job)
+        result, files = _predict(job)
+        result = job.identity | trained | result
         result |= {"world_size": dist.world_size(),
                    "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
         if job.show_scores:
             for name, found in result["scores"].items():
                 job.say(f"\n{as_text(name, found)}")
-        dist.on_main(lambda: _keep(job, result))
-        write_result(job, result)
+        write_result(job, result, files)
         return result
 
 
-def _keep(job: Job, result: dict) -> None:
-    """Write the scores, and leave the best weights in model/ if they are wanted."""
-    write_atomic(job.out / SCORES, json.dumps(result["scores"], indent=1) + "\n")
-    if not job.keep_model:
-        shutil.rmtree(job.out / MODEL)
-
-
-def write_result(job: Job, result: dict) -> None:
-    """End a run: write its result.json, then delete its checkpoint; call on every rank."""
+def write_result(job: Job, result: dict, files: Mapping[str, str] = MappingProxyType({})) -> None:
+    """End a run: write `files`, then its result.json, then delete its checkpoint; call on every
+    rank. The best weights stay in model/ if they are wanted.
+    """
     def write() -> None:
-        if result["failure"] and is_finetuned(job.out / MODEL):
-            mark_failed(job.out / MODEL, result["failure"])
-        write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
+        if files and not job.keep_model:
+            shutil.rmtree(job.out / MODEL)
+        if result["failure"] and (place := job.out / MODEL / FACTS).is_file():
+            facts = read_json(place) | {"failure": result["failure"]}  # whoever uses it is told
+            write_atomic(place, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+        for name, text in {**files, RESULT: json.dumps(result, indent=1) + "\n"}.items():
+            write_atomic(job.out / name, text)
         shutil.rmtree(job.out / RESUME, ignore_errors=True)
 
     dist.on_main(write)
-
-
-def _differing(first, second) -> tuple:
-    """Return both; of two dicts what is not alike."""
-    if not (isinstance(first, dict) and isinstance(second, dict)):
-        return first, second
-    keys = [key for key in first | second if first.get(key) != second.get(key)]
-    return tuple({key: values[key] for key in keys if key in values} for values in (first, second))
 
 
 def finished(job: Job) -> dict | None:
@@ -108,22 +95,20 @@ def finished(job: Job) -> dict | None:
 
     So is a checkpoint of another run, which a run that was killed has left.
     """
-    if not (job.out / RESULT).is_file():
-        if killed := newest(job.out):
-            _check_same(job, killed[1].identity, killed[0])
+    place, result = job.out / RESULT, None
+    if place.is_file():
+        found = result = _read_result(place, job.task)
+    elif killed := newest(job.out):
+        place, found = killed[0], killed[1].identity
+    else:
         return None
-    try:
-        result = read_json(job.out / RESULT)
-    except UserError as error:
-        raise UserError(f"{error}; delete {job.out} to run this seed again") from None
-    _check_result(job, result)
-    _check_same(job, result, job.out / RESULT)
+    _check_same(job, found, place)
     return result
 
 
 def _check_same(job: Job, found: dict, place: Path) -> None:
     """Raise UserError if what is `found` at `place` is of another run than `job`."""
-    for key, value in job.identity().items():
+    for key, value in job.identity.items():
         if key == "initial" and not value:
             continue  # what it started from is gone
         if key in ("shape", "tokenizer", "tests", "initial") and key not in found:
@@ -133,8 +118,12 @@ def _check_same(job: Job, found: dict, place: Path) -> None:
                 if value[name] != found[key][name]:
                     raise UserError(f"{place}: {job.tables.tests[name].source} has changed since "
                                     f"it was predicted; delete {place} to run it again")
-        elif found.get(key) != value:
-            had, now = _differing(found.get(key), value)
+        elif (had := found.get(key)) != value:
+            now = value
+            if isinstance(had, dict) and isinstance(now, dict):  # what is not alike of them
+                keys = [key for key in had | now if had.get(key) != now.get(key)]
+                had, now = ({key: values[key] for key in keys if key in values}
+                            for values in (had, now))
             raise UserError(
                 f"{place}: this run had {key} = {had!r}, now it is {now!r}; "
                 f"choose another --out, or delete {job.out} to run it again")
@@ -154,114 +143,59 @@ class _Result:
     tests: dict[str, str] = dataclasses.field(default_factory=dict)  # none of a diverged run
 
 
-def _check_result(job: Job, result: dict) -> None:
-    """Raise UserError unless a result.json is what `run` or a sweep writes."""
+def _read_result(path: Path, task: Task) -> dict:
+    """Return a result.json; UserError unless it is what `run` or a sweep writes."""
     try:
+        result = read_json(path)
         found = typed(_Result, result)
-        lost = [name for name in job.task.metrics if name not in found.metrics]
+        lost = [name for name in task.metrics if name not in found.metrics]
         lost += [f"{table} {name}" for table, values in found.diagnostics.items()
-                 for name in metrics_on(job.task, table) if name not in values]
+                 for name in metrics_on(task, table) if name not in values]
         if lost:
             raise ValueError(f"{lost[0]} is missing")
+    except UserError as error:
+        raise UserError(f"{error}; delete {path.parent} to run this seed again") from None
     except ValueError as error:
-        raise UserError(f"{job.out / RESULT}: damaged ({error}); delete {job.out} to run this seed "
+        raise UserError(f"{path}: damaged ({error}); delete {path.parent} to run this seed "
                         "again") from None
-
-
-def metrics_on(task: Task, table: str) -> tuple[str, ...]:
-    """Return the metrics of a diagnostic set, or of a labeled test table of `task`."""
-    found = [other.metrics for other in diagnostics_of(task.name) if other.name == table]
-    return found[0] if found else task.metrics
-
-
-def check_splits(jobs: Sequence[Job]) -> None:
-    """Encode every split of every job once.
-
-    Raises one UserError for all texts that the model cannot be given: before hours of training.
-    """
-    problems = []
-    for job in jobs:
-        known = job.start.config.max_position
-        positions = known if job.start.config.absolute_input else None
-        tables, option = job.tables, f"--{job.task.name}."
-        for split in (tables.train, tables.val, *tables.tests.values(),
-                      *tables.diagnostics.values()):
-            too_few = f"{job.start.name} has {positions} absolute positions"
-            try:
-                longest = job.features(split).longest
-            except TooLongError as error:
-                fits = positions is None or error.needed <= positions
-                remedy = f"{option}max_length={error.needed}"
-                problems.append(f"{error}. " + longer(split.task, option, remedy if fits else (
-                    f"take a model of more positions: {too_few}")))
-            else:
-                if positions is not None and longest > positions:
-                    problems.append(f"{split.source}: the longest row has {longest} tokens, but "
-                                    f"{too_few}. Set {option}max_length={positions} to cut it")
-                elif longest > known:
-                    job.say(f"  WARNING: {split.source}: the longest row has {longest:,} tokens; "
-                            f"{job.start.name} is made for {known:,}")
-    if problems:
-        raise UserError("texts do not fit:\n  " + "\n  ".join(problems))
-
-
-def _predict(job: Job) -> dict:
-    """Return the scores of the model that was written; write predictions and submission files."""
-    saved = load_finetuned(job.out / MODEL)
-    model = finetuned_model(saved, job.device, precision(job.deepspeed))
-    examples = job.tables.val.examples
-    scores = job.scores(model, job.tables.val)
-    guesses = predictions_of(job.task, examples, scores, saved.threshold)
-    found = scores_of(job.task, examples, guesses)
-    failure = metrics.failure(job.task, examples, guesses)
-    result: dict[str, Any] = {
-        "labels": list(job.task.labels),
-        "metrics": {name: value["value"] for name, value in found["metrics"].items()},
-        "score": found["score"]["value"],
-        "score_is": found["score_is"],
-        "baseline": metrics.task_score(job.task, found["majority"]),
-        "failed": bool(failure),
-        "failure": failure,
-        "diagnostics": {},
-        "scores": {"val": found}}
-    if job.task.no_answer:
-        result["no_answer_threshold"] = saved.threshold
-    if "confusion" in found:
-        result["confusion"] = found["confusion"]
-    if dist.is_main():
-        _write_predictions(job.out / "val_predictions.jsonl", examples, guesses, scores)
-        if job.task.head == "answer":
-            write_official(job.out, examples, guesses, scores)
-    for name, split in (*job.tables.diagnostics.items(), *job.tables.tests.items()):
-        answers = predictions_of(split.task, split.examples, job.scores(model, split),
-                                 saved.threshold)
-        if found := scores_of(split.task, split.examples, answers):
-            table = "test" if name == job.task.name else name
-            result["scores"][table] = found
-            result["diagnostics"][table] = {metric: value["value"]
-                                            for metric, value in found["metrics"].items()}
-        if dist.is_main() and split is job.tables.tests.get(name):
-            text = render(split.task, split.examples, answers)
-            write_atomic(job.out / "submission" / f"{name}.jsonl", text)
     return result
 
 
-def finetuned_model(
-        saved: Finetuned, device: torch.device, precision_name: str = "fp32") -> torch.nn.Module:
-    """Return the plain model of a fine-tuned directory in evaluation mode."""
-    shape = Start("", saved.config, saved.tokenizer, None)
-    plain = dataclasses.replace(saved.settings, dropout=-1.0)
-    model = build_model(saved.task, shape, plain, 0)
-    model.load_state_dict(saved.weights)
-    return model.to(device, DTYPES[precision_name]).eval()
+def _predict(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (the scores of the model that was written, its files {name: text} on the first rank:
+    predictions and submission).
+    """
+    task, tables = job.task, job.tables
+    saved = load_finetuned(job.out / MODEL)
+    model = finetuned_model(saved, job.device, precision(job.deepspeed))
 
+    def scores_on(split: Split) -> list[np.ndarray]:
+        return score_split(model, split.task, split.examples, tables.encoded[id(split)],
+                           global_batch_size=job.settings.eval_batch_size, device=job.device)
 
-def _write_predictions(
-    path: Path, examples: Sequence[Example], guesses: Sequence, scores: Sequence[np.ndarray]
-) -> None:
-    lines = [
-        {"key": example.key,
-         "label": example.gold if example.names or example.id else example.label,
-         "prediction": guess, "scores": [round(float(value), 5) for value in values]}
-        for example, guess, values in zip(examples, guesses, scores, strict=True)]
-    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))
+    examples = tables.val.examples
+    scores = scores_on(tables.val)
+    guesses = predictions_of(task, examples, scores, saved.threshold)
+    found = metrics.scores_of(task, examples, guesses)
+    failure = metrics.failure(task, examples, guesses)
+    result: dict[str, Any] = {
+        "labels": list(task.labels),
+        "metrics": {name: value["value"] for name, value in found["metrics"].items()},
+        "score": found["score"]["value"], "score_is": found["score_is"],
+        "baseline": metrics.task_score(task, found["majority"]),
+        "failed": bool(failure), "failure": failure, "diagnostics": {}, "scores": {"val": found}}
+    if task.no_answer:
+        result["no_answer_threshold"] = saved.threshold
+    if "confusion" in found:
+        result["confusion"] = found["confusion"]
+    files = files_of(task, examples, guesses, scores) if dist.is_main() else {}
+    for name, split in (*tables.diagnostics.items(), *tables.tests.items()):
+        guesses = predictions_of(split.task, split.examples, scores_on(split), saved.threshold)
+        if found := metrics.scores_of(split.task, split.examples, guesses):
+            table = "test" if name == task.name else name
+            result["scores"][table] = found
+            result["diagnostics"][table] = {metric: value["value"]
+                                            for metric, value in found["metrics"].items()}
+        if dist.is_main() and split is tables.tests.get(name):
+            files[f"submission/{name}.jsonl"] = render(split.task, split.examples, guesses)
+    return result, files | {SCORES: json.dumps(result["scores"], indent=1) + "\n"}

@@ -11,22 +11,13 @@ from collections.abc import Mapping, Sequence
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import flatten, read_json
 from deberta_ds.cluster import dist
-from deberta_ds.finetuning.directory import (
-    RESULT,
-    load_finetuned,
-)
-from deberta_ds.finetuning.inputs import Job, Sweep, open_inputs
+from deberta_ds.finetuning.inputs import Job, Sweep, open_inputs, prepare
+from deberta_ds.finetuning.models import RESULT, load_finetuned
 from deberta_ds.finetuning.predict import percent
-from deberta_ds.finetuning.run import (
-    check_splits,
-    finished,
-    metrics_on,
-    run,
-    write_result,
-)
+from deberta_ds.finetuning.run import finished, run, write_result
 from deberta_ds.tasks.metrics import score_name
 from deberta_ds.tasks.settings import Settings, resolve
-from deberta_ds.tasks.task import Task, suite_of
+from deberta_ds.tasks.task import Task, metrics_on, suite_of
 from deberta_ds.training.step import BadStepError
 
 RESULTS_FILE = "results.json"
@@ -50,7 +41,7 @@ def run_all(sweep: Sweep) -> list[dict]:
                  for seed in range(1, sweep.num_seeds + 1)]
     dist.check_alike({f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds]
                       for key, value in flatten(
-                          job.identity() | {"DeepSpeed JSON": job.deepspeed}).items()})
+                          job.identity | {"DeepSpeed JSON": job.deepspeed}).items()})
     done = dist.together(lambda: [finished(job) is not None for job in jobs])
     dist.check_alike({f"{job.out / RESULT} is there": is_done
                       for job, is_done in zip(jobs, done, strict=True)})
@@ -59,7 +50,7 @@ def run_all(sweep: Sweep) -> list[dict]:
     for job in unfinished.values():
         if job.init_from and not job.initial:
             load_finetuned(job.init_from)  # says that it is gone
-    check_splits(list(unfinished.values()))
+    prepare(list(unfinished.values()))
     results = []
     for job in jobs:
         try:
@@ -86,7 +77,7 @@ def _diverged(job: Job, error: BadStepError) -> dict:
     """Record a diverged run as failed with score 0, so that the sweep goes on and counts it."""
     job.say(f"{job.task.name} seed {job.seed}: {error}; counted as failed")
     zero = dict.fromkeys(job.task.metrics, 0.0)
-    result = job.identity() | {"metrics": zero, "score": 0.0, "baseline": None, "failed": True,
+    result = job.identity | {"metrics": zero, "score": 0.0, "baseline": None, "failed": True,
                                "failure": str(error), "error": str(error), "history": [],
                                "diagnostics": {}}
     write_result(job, result)

@@ -94,17 +94,24 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     one of `source`, is the release's; None where there is none that is read.
     """
     path = _existing(source)
-    said: Callable[[str], str] = str  # our own names
     if _is_run(path):
-        release = model_files.read_checkpoint(path)
-    elif _is_ours(path):
-        release = model_files.read_ours(path)
-    else:
-        release = _read_foreign(path)
-        table = foreign.name_table(release.main.config)
+        return _checked(model_files.read_checkpoint(path), path, tokenizer)
+    if _is_ours(path):
+        return _checked(model_files.read_ours(path), path, tokenizer)
+    return read_foreign(path, tokenizer)
 
-        def said(ours: str) -> str:
-            return next(iter(foreign.rename({ours: None}, table)))
+
+def read_foreign(path: Path, tokenizer: str | Path | None = None) -> Release:
+    """Return the release of a Hugging Face directory or microsoft's files, as `read_release`."""
+    release = _read_foreign(path)
+    table = foreign.name_table(release.main.config)
+    return _checked(release, path, tokenizer,
+                    lambda ours: next(iter(foreign.rename({ours: None}, table))))
+
+
+def _checked(release: Release, path: Path, tokenizer: str | Path | None,
+             said: Callable[[str], str] = str) -> Release:
+    """Return a release with its tokenizer and digests; `said` gives the names in its files."""
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
     rows = {name: network.config.vocab_size for name, network in release.networks().items()}
@@ -122,7 +129,7 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
             check_same(given, release.tokenizer, path)
         release.tokenizer, release.tokenizer_files = given, given.files
     if (found := release.tokenizer) and found.size > rows["main"]:
-        raise UserError(f"{source}: the tokenizer {found.path} has {found.size} ids, but the token "
+        raise UserError(f"{path}: the tokenizer {found.path} has {found.size} ids, but the token "
                         f"embedding only {rows['main']} rows; put the one that it was trained with "
                         "there. To add tokens, give the longer one to a run with [init] from")
     release.place = release.place or path

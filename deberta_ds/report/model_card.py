@@ -21,7 +21,7 @@ from deberta_ds.checkpoint.find import RunRecord, local_copy, newest, read_run_r
 from deberta_ds.config.model import RANDOM
 from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
-from deberta_ds.finetuning.directory import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
+from deberta_ds.finetuning.models import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
 from deberta_ds.objectives.build import objective_named
 from deberta_ds.publish.convert import Summary
 from deberta_ds.publish.hf import GENERATOR_DIRECTORY

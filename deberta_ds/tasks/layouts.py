@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from deberta_ds.tasks import annotations
-from deberta_ds.tasks.line import Line, show
+from deberta_ds.tasks.line import Line, glued, show, words_in
 from deberta_ds.tasks.task import Task
 
 PLACEHOLDER = "@placeholder"
@@ -125,7 +124,7 @@ def _tags(line: Line) -> list[Example]:
         if len(tags) != len(words):
             line.fail(f"{len(tags)} tags for {len(words)} words")
         label = tuple(line.class_index(tag) for tag in tags)
-    text, places = annotations.glued(words, line.task.spaces)
+    text, places = glued(words, line.task.spaces)
     return [_tagged(line, text, places, label)]
 
 
@@ -134,22 +133,12 @@ def _tagged_text(line: Line, text: str) -> Example:
     task = line.task
     if not line.needed and task.words == "list" and task.spaces:
         # Of a word, such a model knows the first token.
-        return _tagged(line, text, annotations.words_in(text), None)
+        return _tagged(line, text, words_in(text), None)
     tags = ["O"] * len(text)
-    for start, end, name in entities_of(line):
+    for start, end, name in line.entities():
         tags[start:end] = [f"B-{name}"] + [f"I-{name}"] * (end - start - 1)
     return _tagged(line, text, [(place, place + 1) for place in range(len(text))],
                    tuple(map(line.class_index, tags)) if line.has_label else None)
-
-
-def entities_of(line: Line) -> list[annotations.Entity]:
-    """Return the entities that the label of a text names; none without a label."""
-    text = line.get(line.task.texts[0], str)
-    label = line.get("label", list) if line.has_label else []
-    try:
-        return annotations.entities_of(text, label)
-    except annotations.BAD_ENTITIES as error:
-        line.fail(f'field "{line.named("label")}": {error}')
 
 
 def _tagged(line: Line, text: str, places: list[tuple[int, int]], label: Label) -> Example:

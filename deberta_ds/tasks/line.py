@@ -1,15 +1,25 @@
-"""One line of a task file, whose fields are read with a check of their type.
+"""One line of a task file, whose fields are read with a check of their type; words and entities of
+its text.
 
 Every error names the file and the line, the field, and the format that is expected.
+
+Of a text with entities, {"text": "...", "label": [[0, 4, "PER"]]}, every character has a tag: that
+of its token, of which the model learns one (features.py). So entities may begin and end inside
+words, as Korean and German ones do.
 """
 
 import math
+import unicodedata
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.labels import as_one
 from deberta_ds.tasks.task import TASK_NAMES, Task
+from deberta_ds.tokenizer.words import UNSPACED_SCRIPTS, is_unspaced
+
+_WIDE = (*UNSPACED_SCRIPTS, (0x3001, 0x303F), (0xFF01, 0xFFEF))
 
 
 class Line:
@@ -120,6 +130,29 @@ class Line:
             self.fail(f'field "{where}" must be one of {wanted}, found {show(value)}{more}')
         return values.index(value)
 
+    def entities(self) -> list[tuple[int, int, str]]:
+        """Return the entities that the label of a text names, as characters [start, end) with a
+        name, in order and without spaces at their ends; none without a label.
+        """
+        text, where = self.get(self.task.texts[0], str), f'field "{self.named("label")}": '
+        found: list[tuple[int, int, str]] = []
+        for one in self.get("label", list) if self.has_label else []:
+            start, end, name = one if isinstance(one, list | tuple) and len(one) == 3 else (0, 0, 0)
+            if type(start) is not int or type(end) is not int or not name or type(name) is not str:
+                self.fail(f"{where}{one!r} is no entity; it is [start, end, label]. Convert exports"
+                          " of annotation tools with examples/convert_annotations.py")
+            part = text[start:end].strip()
+            if not 0 <= start < end <= len(text) or not part:
+                self.fail(f"{where}{name} [{start}, {end}) is no part of a text of {len(text)} "
+                          "characters, which are counted from 0, not bytes or units of UTF-16")
+            start = text.index(part, start)
+            found.append((start, start + len(part), name))
+        for (_, end, name), (start, _, other) in pairwise(found := sorted(found)):
+            if start < end:
+                self.fail(f"{where}{name} and {other} overlap at character {start}; a word has one "
+                          "tag, so remove one of them")
+        return found
+
 
 _NAMES = {str: "a string", float: "a number", int: "an integer", bool: "true or false",
           list: "a list", dict: "a JSON object"}
@@ -135,3 +168,54 @@ def show(value: Any) -> str:
     """Return a value as it is quoted in an error: JSON's words, and not too long."""
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_entities(value: Any) -> bool:
+    """Return whether a label is a list of entities (none of them: of nothing at all)."""
+    return isinstance(value, list) and all(
+        isinstance(part, dict) or (isinstance(part, list | tuple) and len(part) == 3)
+        for part in value)
+
+
+def words_in(text: str) -> list[tuple[int, int]]:
+    """Return the characters [start, end) of every word: a run of letters, digits and marks, another
+    character, or one of a script without spaces."""
+    found: list[tuple[int, int]] = []
+    goes_on = False  # the last word takes letters
+    for place, character in enumerate(text):
+        kind = unicodedata.category(character)
+        letter = (kind[0] in "LN" or character == "_") and not is_unspaced(character)
+        touches = bool(found) and found[-1][1] == place
+        if touches and (kind[0] == "M" or kind == "Cf" or (letter and goes_on)):
+            found[-1] = (found[-1][0], place + 1)
+        elif not character.isspace():
+            found.append((place, place + 1))
+            goes_on = letter
+    return found
+
+
+def glued(words: list[str], spaces: bool) -> tuple[str, list[tuple[int, int]]]:
+    """Return (words as one text, the characters of each): with spaces between, but for words of
+    scripts without spaces; `spaces = False`: the words hold the spaces themselves."""
+    text, places = "", []
+    for word in words:
+        if text and spaces and not (_is_wide(text[-1]) and _is_wide(word[:1])):
+            text += " "
+        places.append((len(text), len(text) + len(word)))
+        text += word
+    return text, places
+
+
+def _is_wide(character: str) -> bool:
+    """Return whether a script without spaces has this character, or its punctuation."""
+    return any(low <= ord(character or " ") <= high for low, high in _WIDE)
+
+
+def hold_spaces(words: Mapping[str, int]) -> bool:
+    """Return whether words, with their counts, are all that a text is of: spaces are words too, or
+    each is one character of a script that has none."""
+    total = sum(words.values())
+    blank = sum(count for word, count in words.items() if word.isspace())
+    single = sum(count for word, count in words.items() if len(word) == 1)
+    wide = sum(count for word, count in words.items() if _is_wide(word[:1]))
+    return blank > 0.05 * total or (single == total and wide > total / 2)

@@ -2,7 +2,9 @@
 
 Every value is a share in [0, 1] (correlations: in [-1, 1]), and more is better. A metric is two
 functions: the rows that the examples contribute, and the value of any sample of such rows, so that
-intervals (scores.py) need no second formula.
+intervals need no second formula. Those are the 2.5 and 97.5 percentiles of 1,000 bootstrap samples
+(of over 20,000 rows fewer, at least 100): the metric's units (examples, of MultiRC questions) are
+sampled with replacement, by one seed, and the score, their mean, with them.
 
 Sources: scikit-learn; jiant/tasks/tasks.py (CB), huggingface/datasets metrics/super_glue (MultiRC,
 AX-b), metrics/glue and record_evaluation.py (ReCoRD), SQuAD's evaluate-v1.1.py and
@@ -11,6 +13,7 @@ metrics/sequence_labeling.py. A third MultiRC number, which differs between all 
 scored and not computed here.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from deberta_ds.tasks.answer_texts import normalize, token_f1
-from deberta_ds.tasks.layouts import Example
+from deberta_ds.tasks.layouts import Example, is_labeled
 from deberta_ds.tasks.task import Task
 
 # In the form of `Example.label`: a class index, a number, 0 or 1 for each label, the class of each
@@ -26,6 +29,9 @@ from deberta_ds.tasks.task import Task
 Prediction = Any
 Examples = Sequence[Example]
 Predictions = Sequence[Prediction]
+_SAMPLES, _MOST_SAMPLED, _LEAST_SAMPLES = 1000, 20_000_000, 100
+_MOST_GROUPS = 50  # with intervals, which take about 0.1 s each
+_MOST_LABELS = 200  # with a confusion matrix: one of 1,000 labels has a million numbers
 
 
 def score(task: Task, examples: Examples, predictions: Predictions) -> dict[str, float]:
@@ -113,6 +119,71 @@ def class_counts(
                 for kind in sorted(right | guessed)}
     counts = _counts(task, _classes(task, examples, predictions))
     return dict(zip(task.labels, zip(*counts.tolist(), strict=True), strict=True))
+
+
+def scores_of(task: Task, examples: Examples, predictions: Predictions) -> dict[str, Any]:
+    """Return the scores of the labeled examples as JSON has them, {} if none is labeled.
+
+    "metrics" and "score" hold {"value", "low", "high"}; "classes" {"precision", "recall", "f1",
+    "support"}; "groups" the first two for each value of the task's `group` column, and of SQuAD
+    v2.0 for questions with and without an answer.
+    """
+    pairs = [pair for pair in zip(examples, predictions, strict=True) if is_labeled(pair[0])]
+    if not pairs:
+        return {}
+    gold, guesses = zip(*pairs, strict=True)
+    found: dict[str, Any] = {"examples": len(pairs), "unlabelled": len(examples) - len(pairs),
+                             "score_is": score_name(task)}
+    found |= _measured(task, gold, guesses, _SAMPLES)
+    found["majority"] = score(task, gold, baseline(task, gold))
+    if task.head not in ("regress", "answer", "mentions"):
+        found["classes"] = {
+            name: {"precision": hits / max(guessed, 1), "recall": hits / max(right, 1),
+                   "f1": 2 * hits / max(right + guessed, 1), "support": right}
+            for name, (hits, right, guessed) in class_counts(task, gold, guesses).items()}
+        if task.head != "multilabel" and len(task.labels) <= _MOST_LABELS:
+            found |= {"labels": list(task.labels),
+                      "confusion": confusion(task, gold, guesses)}
+    found["groups"] = {column: _by_group(task, pairs, [example.group for example in gold])
+                       for key, column in task.columns.items() if key == "group"}
+    if task.no_answer:
+        found["groups"]["answer"] = _by_group(
+            task, pairs, ["there is one" if example.gold else "none" for example in gold])
+    return found
+
+
+def _by_group(task: Task, pairs: Sequence, groups: Sequence[str | None]) -> dict[str, Any]:
+    """Return the scores of each group, the largest first."""
+    members: dict[str, list] = {}
+    for pair, group in zip(pairs, groups, strict=True):
+        members.setdefault("(none)" if group is None else group, []).append(pair)
+    samples = _SAMPLES if len(members) <= _MOST_GROUPS else 0
+    return {group: {"examples": len(part)} | _measured(
+                task, [example for example, _ in part], [guess for _, guess in part], samples)
+            for group, part in sorted(members.items(), key=lambda item: (-len(item[1]), item[0]))}
+
+
+def _measured(task: Task, examples, predictions, samples: int) -> dict[str, Any]:
+    """Return {"metrics", "score"} with their intervals; "score" has none of unlike units."""
+    values, sampled, sizes = {}, [], set()
+    for name in task.metrics:
+        rows = rows_of(name, task, examples, predictions)
+        dice = np.random.default_rng(0)  # the same examples for every metric
+        count = min(samples, max(_LEAST_SAMPLES, _MOST_SAMPLED // len(rows)))
+        sampled.append([value_of(name, task, rows[dice.integers(len(rows), size=len(rows))])
+                      for _ in range(count)])
+        values[name] = _with_interval(value_of(name, task, rows), sampled[-1])
+        sizes.add(len(rows))
+    mean = task_score(task, {name: value["value"] for name, value in values.items()})
+    joint = np.mean(sampled, axis=0) if len(sizes) == 1 else ()
+    return {"metrics": values, "score": _with_interval(mean, joint)}
+
+
+def _with_interval(value: float, sampled: Sequence[float] | np.ndarray) -> dict[str, float]:
+    if not len(sampled):
+        return {"value": value}
+    low, high = np.percentile(sampled, (2.5, 97.5))
+    return {"value": value, "low": float(low), "high": float(high)}
 
 
 def _classes(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
@@ -237,6 +308,7 @@ def _span_hits(task: Task, examples: Examples, predictions: Predictions) -> np.n
 
 
 PREFIXES = tuple("BIESLUM")  # of a tag that begins, continues, ends or is a span
+PREFIXED = re.compile(r"[BIESLUM]-.+")  # a tag that says where a span begins
 
 
 def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -296,13 +368,10 @@ f1_v2_of = _best(lambda found, gold: token_f1(found, gold) or float(found == gol
 
 
 def _same_in_pairs(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
-    """Return whether AX-g's minimal pairs (lines 2k and 2k+1) get the same prediction.
+    """Return whether AX-g's minimal pairs, lines 2k and 2k+1 by `read_split`, are predicted alike.
 
     A constant scores 1: read it next to the accuracy. `pair_id` is unique per line and useless.
     """
-    for first, second in zip(examples[0::2], examples[1::2], strict=True):
-        if first.sequences[0][1] != second.sequences[0][1]:
-            raise AssertionError(f"AX-g rows {first.key} and {second.key} are not a pair")
     return np.asarray(predictions[0::2]) == np.asarray(predictions[1::2])
 
 

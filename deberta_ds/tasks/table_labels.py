@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.files.inputs import suffix_of
-from deberta_ds.tasks.annotations import PREFIXED, hold_spaces, is_entities
 from deberta_ds.tasks.labels import (
     NO_LABEL,
     as_one,
@@ -27,17 +26,17 @@ from deberta_ds.tasks.labels import (
     read_list,
     to_line,
 )
-from deberta_ds.tasks.layouts import chosen, entities_of, examples_of
-from deberta_ds.tasks.line import Line
-from deberta_ds.tasks.metrics import PREFIXES
+from deberta_ds.tasks.layouts import chosen, examples_of
+from deberta_ds.tasks.line import Line, hold_spaces, is_entities
+from deberta_ds.tasks.metrics import PREFIXED, PREFIXES
 from deberta_ds.tasks.tables import Row, convert, each_row, read_table, without_header
-from deberta_ds.tasks.task import Task
+from deberta_ds.tasks.task import OwnTask, Task
 from deberta_ds.tokenizer.words import is_unspaced
 
 _MOST_LABELS = 1000
 
 
-def with_labels(task: Task, own: Any, path: Path) -> tuple[Task, str]:
+def with_labels(task: Task, own: OwnTask, path: Path) -> tuple[Task, str]:
     """Return (the task with what train says of its labels, a line that tells it)."""
     find = {"spans": _with_answers, "regression": _with_numbers, "choice": _with_choices}
     task, said = find.get(own.kind, _with_names)(task, own, _rows(task, path))
@@ -79,7 +78,7 @@ def _each(rows: Sequence[Row], read: Callable[[str, dict[str, Any]], Any]) -> li
     return found
 
 
-def _with_answers(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
+def _with_answers(task: Task, own: OwnTask, rows: list[Row]) -> tuple[Task, str]:
     train = task.files["train"]
     task = replace(task, labels=("start", "end"), no_answer=True)
 
@@ -106,14 +105,14 @@ def _with_answers(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     return replace(task, no_answer=missing > 0, metrics=metrics), said
 
 
-def _with_numbers(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
+def _with_numbers(task: Task, own: OwnTask, rows: list[Row]) -> tuple[Task, str]:
     texts = [cell for _, row in rows if isinstance(cell := label_cell(task, row), str)]
     decimal = own.decimal or ("," if has_decimal_commas(texts) else ".")
     said = f"{own.label} is a number" + " with a decimal comma" * (decimal == ",")
     return replace(task, labels=("score",), decimal=decimal), said
 
 
-def _with_choices(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
+def _with_choices(task: Task, own: OwnTask, rows: list[Row]) -> tuple[Task, str]:
     train = task.files["train"]
     forms: Counter[str] = Counter()
     numbers: set[int] = set()
@@ -149,7 +148,7 @@ def _with_choices(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     return replace(task, labels=tuple(f"choice{number}" for number in range(count))), said
 
 
-def _with_names(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
+def _with_names(task: Task, own: OwnTask, rows: list[Row]) -> tuple[Task, str]:
     """Labels are names: of classes, of several labels, of tags."""
     train, is_tags = task.files["train"], task.head == "tags"
     if is_tags:
@@ -241,10 +240,10 @@ def _names(task: Task, row: dict[str, Any], place: str) -> list[str]:
 
 
 def _entities(task: Task, row: dict[str, Any], place: str) -> list[tuple[int, int, str]]:
-    return entities_of(Line(task, place, to_line(task, place, row, 0), needed=False))
+    return Line(task, place, to_line(task, place, row, 0), needed=False).entities()
 
 
-def _check_names(task: Task, own: Any, counts: Counter[str], rows: list[Row]) -> None:
+def _check_names(task: Task, own: OwnTask, counts: Counter[str], rows: list[Row]) -> None:
     train = task.files["train"]
     alike: dict[str, str] = {}
     for label in counts:
@@ -279,7 +278,7 @@ def _check_names(task: Task, own: Any, counts: Counter[str], rows: list[Row]) ->
                             '"," if it is part of a name')
 
 
-def _with_vectors(task: Task, own: Any, rows: list[Row]) -> Task:
+def _with_vectors(task: Task, own: OwnTask, rows: list[Row]) -> Task:
     """Return the task that knows whether its labels are written as 0 or 1 for each."""
     values = (read_list(label_cell(task, row)) for _, row in rows)
     lengths = {len(value) if is_vector(value) else 0 for value in values}
@@ -316,7 +315,7 @@ def _with_words(task: Task, rows: list[Row]) -> Task:
     return replace(task, words=form, spaces=not hold_spaces(words))
 
 
-def _with_tag_metric(task: Task, own: Any) -> Task:
+def _with_tag_metric(task: Task, own: OwnTask) -> Task:
     """Return the task with the metric of its tags: of spans if any says where one begins."""
     if "span_f1" not in (own.metrics or ("span_f1",)):
         return task

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.options import STRICT, nearest
+from deberta_ds.config.options import STRICT, nearest, option
 
 Layout = Literal["texts", "choices", "tags", "answers", "copa", "multirc", "record", "wic", "wsc"]
 HeadKind = Literal["classify", "multilabel", "regress", "choice", "tags", "answer", "words",
@@ -98,6 +98,48 @@ class Task:
     def count(self, split: str) -> int | None:
         """Return how many predictions the official `split` asks for, None if there is none."""
         return dict(self.counts).get(split)
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class OwnTask:
+    """What the TOML file of a user's own task may say (task_file.py)."""
+
+    name: str = option("name of the task and of its directory under --out")
+    kind: Literal["classification", "multilabel", "regression", "choice", "tags", "spans"] = option(
+        "what is predicted")
+    texts: tuple[str, ...] = option("columns that are read, the first may be cut", min_length=1)
+    label: str | tuple[str, ...] = option("column of the label; several labels: also a list of "
+                                          "columns with 0 or 1", "label")
+    start: str = option("of spans: column of the answer's first character; empty: in the label, or "
+                        "where the answer first occurs", "")
+    choices: tuple[str, ...] = option("of a choice: the answers' columns, or one with a list", ())
+    labels: tuple[str, ...] = option("names of the labels in order; empty: those in train", ())
+    ignore_labels: tuple[str, ...] = option('labels whose rows are left out, such as "-" and "-1"; '
+                                            '"": rows without a label', ())
+    separator: str = option("mark between several labels in a text", "", max_length=1)
+    first_answer: Literal[0, 1] | None = option("of a choice: number of the first answer", None)
+    decimal: Literal[".", ",", ""] = option("decimal mark of a regression; empty: found in train",
+                                            "")
+    encoding: str = option("encoding of tables of text; empty: UTF-8, or UTF-16 if found", "")
+    delimiter: str = option("mark between the cells of a .csv; empty: found in its header", "",
+                            max_length=1)
+    quoted: bool | None = option("whether cells may be in quotation marks; unset: those of a .csv, "
+                                 "of a .tsv if all its marks are such", None)
+    header: bool = option("whether the first line of a .csv or .tsv names its columns; false: they "
+                          "are called 1, 2, ..., or what names says", True)
+    names: tuple[str, ...] = option("names of the columns of tables without a header", ())
+    metrics: tuple[str, ...] = option("the score is their mean; empty: the usual of the kind", ())
+    train: str = option("table to train on", min_length=1)
+    val: str = option("table to evaluate on; empty: a share of train", "")
+    val_share: float = option("share of train to evaluate on, where there is no val", 0.1,
+                              gt=0, lt=1)
+    test: str = option("table to predict after training, and to score if it has labels; empty: "
+                       "none", "")
+    tests: Mapping[str, str] = option("more such tables: {NAME = TABLE, ...}", {})
+    group: str = option("column by whose values scores are shown, too; empty: none", "")
+    language: str = option("of spans: by whose rule answers are compared, such as de or zh (MLQA's "
+                           "rules); empty: characters in scripts without spaces, else SQuAD's", "")
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _splits(train: int, val: int, test: int) -> tuple[tuple[str, int], ...]:
@@ -279,3 +321,9 @@ def suite_of(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 def diagnostics_of(name: str) -> tuple[Task, ...]:
     """Return the diagnostic sets that the model of task `name` predicts (RTE: AX-b and AX-g)."""
     return tuple(task for task in ALL_TASKS if task.predicted_by == name)
+
+
+def metrics_on(task: Task, table: str) -> tuple[str, ...]:
+    """Return the metrics of a diagnostic set, or of a labeled test table of `task`."""
+    return next((other.metrics for other in diagnostics_of(task.name) if other.name == table),
+                task.metrics)

@@ -16,23 +16,18 @@ It becomes a `Task`, so that everything after that is what the benchmarks' tasks
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic.dataclasses import dataclass
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.options import STRICT, nearest, option, validate
+from deberta_ds.config.options import nearest, validate
 from deberta_ds.config.toml_files import read_toml
 from deberta_ds.tasks.answer_texts import LANGUAGES
 from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.table_labels import with_labels
 from deberta_ds.tasks.tables import HUB_TABLE, files_like
-from deberta_ds.tasks.task import TASK_NAMES, TEST, HeadKind, Layout, TableForm, Task
+from deberta_ds.tasks.task import TASK_NAMES, TEST, HeadKind, Layout, OwnTask, TableForm, Task
 
-Kind = Literal["classification", "multilabel", "regression", "choice", "tags", "spans"]
 _OF_TWO = ("binary_f1", "f1a", "matthews")  # metrics of a class against another one
 # kind: (head, layout, metrics, how many of them are the usual ones)
 _FORMS: dict[str, tuple[HeadKind, Layout, tuple[str, ...], int]] = {
@@ -48,47 +43,6 @@ _KINDS_OF = {"separator": "multilabel", "first_answer": "choice", "decimal": "re
              "start": "spans", "language": "spans"}
 _PLAIN = (("0", "1"), ("False", "True"), ("false", "true"), ("no", "yes"))
 _TAKEN = ("idx", "id", "label", "start")
-
-
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class OwnTask:
-    """What a task file may say."""
-
-    name: str = option("name of the task and of its directory under --out")
-    kind: Kind = option("what is predicted")
-    texts: tuple[str, ...] = option("columns that are read, the first may be cut", min_length=1)
-    label: str | tuple[str, ...] = option("column of the label; several labels: also a list of "
-                                          "columns with 0 or 1", "label")
-    start: str = option("of spans: column of the answer's first character; empty: in the label, or "
-                        "where the answer first occurs", "")
-    choices: tuple[str, ...] = option("of a choice: the answers' columns, or one with a list", ())
-    labels: tuple[str, ...] = option("names of the labels in order; empty: those in train", ())
-    ignore_labels: tuple[str, ...] = option('labels whose rows are left out, such as "-" and "-1"; '
-                                            '"": rows without a label', ())
-    separator: str = option("mark between several labels in a text", "", max_length=1)
-    first_answer: Literal[0, 1] | None = option("of a choice: number of the first answer", None)
-    decimal: Literal[".", ",", ""] = option("decimal mark of a regression; empty: found in train",
-                                            "")
-    encoding: str = option("encoding of tables of text; empty: UTF-8, or UTF-16 if found", "")
-    delimiter: str = option("mark between the cells of a .csv; empty: found in its header", "",
-                            max_length=1)
-    quoted: bool | None = option("whether cells may be in quotation marks; unset: those of a .csv, "
-                                 "of a .tsv if all its marks are such", None)
-    header: bool = option("whether the first line of a .csv or .tsv names its columns; false: they "
-                          "are called 1, 2, ..., or what names says", True)
-    names: tuple[str, ...] = option("names of the columns of tables without a header", ())
-    metrics: tuple[str, ...] = option("the score is their mean; empty: the usual of the kind", ())
-    train: str = option("table to train on", min_length=1)
-    val: str = option("table to evaluate on; empty: a share of train", "")
-    val_share: float = option("share of train to evaluate on, where there is no val", 0.1,
-                              gt=0, lt=1)
-    test: str = option("table to predict after training, and to score if it has labels; empty: "
-                       "none", "")
-    tests: Mapping[str, str] = option("more such tables: {NAME = TABLE, ...}", {})
-    group: str = option("column by whose values scores are shown, too; empty: none", "")
-    language: str = option("of spans: by whose rule answers are compared, such as de or zh (MLQA's "
-                           "rules); empty: characters in scripts without spaces, else SQuAD's", "")
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_own_task(path: str | Path) -> tuple[Task, str]:

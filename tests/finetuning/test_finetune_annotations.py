@@ -12,9 +12,9 @@ from superglue_helpers import predict, save_random, tiny_start, write_lines
 from test_finetune_own import BY_HEART, train, write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import encode, token_range
-from deberta_ds.tasks.annotations import words_in
+from deberta_ds.finetuning.models import load_finetuned
+from deberta_ds.tasks.line import words_in
 from deberta_ds.tasks.metrics import spans_of
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.task_file import load_own_task

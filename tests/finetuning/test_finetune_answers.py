@@ -11,13 +11,16 @@ import torch
 from superglue_helpers import tiny_start
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning import answers
-from deberta_ds.finetuning.directory import load_finetuned, save_finetuned
 from deberta_ds.finetuning.features import collate, encode
-from deberta_ds.finetuning.heads import loss_sum
-from deberta_ds.finetuning.models import build_model
-from deberta_ds.finetuning.predict import predictions_of
-from deberta_ds.finetuning.run import finetuned_model
+from deberta_ds.finetuning.heads import MARGIN, loss_sum
+from deberta_ds.finetuning.models import (
+    build_model,
+    finetuned_model,
+    load_finetuned,
+    save_finetuned,
+    tokenizer_files,
+)
+from deberta_ds.finetuning.predict import answer_text, best_threshold, predictions_of
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.tasks import metrics
 from deberta_ds.tasks.layouts import Example
@@ -189,12 +192,12 @@ def test_the_best_answer_is_that_of_a_loop_over_all_pairs(squad):
             row += 1
         wanted = [*map(float, best), float(none - best[0])]
         assert numbers.tolist() == pytest.approx(wanted, abs=1e-4)
-        text = answers.answer_text(example, numbers.numpy(), None)
+        text = answer_text(example, numbers.numpy(), None)
         assert text == example.sequences[0][1][best[1] : best[2]].strip()
-    middle = float(found[:, answers.MARGIN].median()) + 1e-6
+    middle = float(found[:, MARGIN].median()) + 1e-6
     guesses = predictions_of(V2, examples, list(found.numpy()), threshold=middle)
     always = predictions_of(V1, examples, list(found.numpy()))
-    margins = found[:, answers.MARGIN].tolist()
+    margins = found[:, MARGIN].tolist()
     assert 0 < sum(margin > middle for margin in margins) < len(margins)
     assert guesses == ["" if margin > middle else text for margin, text in
                        zip(margins, always, strict=True)]
@@ -207,7 +210,7 @@ def test_a_loss_that_is_not_finite_is_no_index_error(squad):
     batch = collate(features)
     with torch.no_grad():
         assert not torch.isfinite(model.train()(batch).loss_sum)
-        assert not torch.isfinite(model.eval()(batch).scores[:, answers.MARGIN]).any()
+        assert not torch.isfinite(model.eval()(batch).scores[:, MARGIN]).any()
 
 
 def test_the_loss_is_the_mean_over_windows_of_start_and_end(squad):
@@ -245,7 +248,7 @@ def test_the_threshold_is_the_best_of_all(squad):
             guesses = predictions_of(V2, examples, numbers, threshold)
             return metrics.score(V2, examples, guesses)["f1_v2"]
 
-        found = answers.best_threshold(examples, numbers)
+        found = best_threshold(examples, numbers)
         tried = [n[3] + d for n in numbers for d in (-1e-9, 1e-9)]
         assert f1(found) == pytest.approx(max(map(f1, tried)))
         assert f1(found + 1e-7) == f1(found - 1e-7)  # rounding moves no example across it
@@ -256,8 +259,8 @@ def test_transformers_answers_as_we_do(squad, tmp_path):
 
     model, examples, features = model_and_batch(squad, max_length=128)
     start = tiny_start()
-    save_finetuned(tmp_path, V2, Settings(max_answer_tokens=5), start.config,
-                   dict(model.state_dict()), start.tokenizer, -3.5)
+    save_finetuned(tmp_path, V2, Settings(max_answer_tokens=5), start, dict(model.state_dict()),
+                   tokenizer_files(start.tokenizer, 256), -3.5)
     theirs, report = AutoModelForQuestionAnswering.from_pretrained(
         tmp_path, output_loading_info=True)
     assert not any(report.values()), report

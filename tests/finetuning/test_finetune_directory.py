@@ -20,11 +20,15 @@ from superglue_helpers import (
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import heads
-from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode
-from deberta_ds.finetuning.models import build_model, open_start, start_from
+from deberta_ds.finetuning.models import (
+    build_model,
+    finetuned_model,
+    load_finetuned,
+    open_start,
+    start_from,
+)
 from deberta_ds.finetuning.predict_file import predict_file
-from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.release.reader import load_backbone
 from deberta_ds.tasks.settings import Settings

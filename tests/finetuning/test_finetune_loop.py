@@ -19,10 +19,15 @@ from test_metrics_references import task_of
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import lock
 from deberta_ds.finetuning import loop, sweep
-from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
-from deberta_ds.finetuning.models import build_model, keep_head, open_start
+from deberta_ds.finetuning.models import (
+    build_model,
+    find_finetuned,
+    finetuned_model,
+    keep_head,
+    load_finetuned,
+    open_start,
+)
 from deberta_ds.finetuning.options import build_sweep
-from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.tasks.settings import Settings, load
 from deberta_ds.tasks.task import TASK_NAMES, TASKS, task_named
 
@@ -334,9 +339,11 @@ def test_the_best_evaluation_is_that_of_the_metric_that_was_asked_for(monkeypatc
 def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(monkeypatch):
     done = []
     engine = SimpleNamespace(eval=lambda: done.append("eval"), train=lambda: done.append("train"))
-    job = SimpleNamespace(task=SimpleNamespace(no_answer=False),
-                          tables=SimpleNamespace(val=SimpleNamespace(examples=[])),
-                          scores=lambda *_: done.append("scores"))
+    val = SimpleNamespace(examples=[])
+    job = SimpleNamespace(task=SimpleNamespace(no_answer=False), device=None,
+                          settings=SimpleNamespace(eval_batch_size=1),
+                          tables=SimpleNamespace(val=val, encoded={id(val): []}))
+    monkeypatch.setattr(loop, "score_split", lambda *_, **__: done.append("scores"))
     monkeypatch.setattr(loop, "predictions_of", lambda *_: [])
     monkeypatch.setattr(loop.metrics, "score", lambda *_: {})
     assert loop._evaluate(job, engine) == ({}, 0.0) and done == ["eval", "scores", "train"]

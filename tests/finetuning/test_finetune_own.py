@@ -19,7 +19,7 @@ from tokenizer_cases import directory_of
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import predict_file as module
 from deberta_ds.finetuning import sweep
-from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.finetuning.models import load_finetuned
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.submission import as_written
 from deberta_ds.tasks.task import task_named

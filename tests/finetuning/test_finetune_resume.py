@@ -19,8 +19,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint import find
 from deberta_ds.finetuning import inputs as encoding
 from deberta_ds.finetuning import loop, sweep
-from deberta_ds.finetuning.directory import find_finetuned
 from deberta_ds.finetuning.inputs import digest
+from deberta_ds.finetuning.models import find_finetuned
 from deberta_ds.tasks.layouts import Example, TextSpan
 from deberta_ds.training.step import train_step
 

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from superglue_helpers import sample, tiny_start
 
 from deberta_ds.finetuning import loop
-from deberta_ds.finetuning.answers import NEVER
 from deberta_ds.finetuning.features import collate, encode
-from deberta_ds.finetuning.heads import TaskModel, adversarial_divergence, divergence
+from deberta_ds.finetuning.heads import NEVER, TaskModel, adversarial_divergence, divergence
 from deberta_ds.finetuning.loop import stream
 from deberta_ds.model.backbone import Backbone, init_parameters
 from deberta_ds.tasks.settings import Settings

@@ -13,9 +13,8 @@ from test_finetune_own import WORDS, rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import inputs, sweep
-from deberta_ds.finetuning.directory import load_finetuned
 from deberta_ds.finetuning.features import collate, encode, shortened
-from deberta_ds.finetuning.models import build_model
+from deberta_ds.finetuning.models import build_model, load_finetuned
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import resolve
 from deberta_ds.tasks.tables import Faults

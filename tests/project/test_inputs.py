@@ -30,7 +30,7 @@ from deberta_ds.corpus import outputs
 from deberta_ds.corpus import tokenize as stage
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.finetuning import predict_file
-from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.finetuning.models import load_finetuned
 from deberta_ds.tasks.task import task_named
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.inputs import open_inputs

@@ -20,8 +20,7 @@ from superglue_helpers import saved_model, tiny_start
 
 from deberta_ds.api import jobs
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.directory import save_finetuned
-from deberta_ds.finetuning.models import build_model
+from deberta_ds.finetuning.models import build_model, save_finetuned
 from deberta_ds.publish import hf
 from deberta_ds.publish.convert import Summary, convert
 from deberta_ds.release.model_files import write_ours
@@ -173,7 +172,7 @@ def finetuned_card(out, task=CB, **changes):
     """Return the card of OUT/TASK/seed-1/model as the commands write it."""
     run, start = out / task.name / "seed-1", tiny_start()
     weights = dict(build_model(task, start, Settings(), 1).state_dict())
-    save_finetuned(run / "model", task, Settings(), start.config, weights, start.tokenizer)
+    save_finetuned(run / "model", task, Settings(), start, weights, {})
     write_result(run, **changes)
     model_card.write_finetuned_card(out, task.name, 1)
     return (run / "model" / "README.md").read_text()
