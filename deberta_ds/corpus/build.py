@@ -26,13 +26,12 @@ from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, plan_units
 from deberta_ds.corpus.encode import CleanOptions, left_out
 from deberta_ds.corpus.filter_rules import read_rules
-from deberta_ds.corpus.identity import Part, extents_of, identified, inputs_of
-from deberta_ds.corpus.outputs import check_outside, fetch
+from deberta_ds.corpus.outputs import fetch
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import CorpusRecipe, Recipe
 from deberta_ds.corpus.tokenize import tokenize_corpus
 from deberta_ds.corpus.train_tokenizer import read_symbols, train_tokenizer
-from deberta_ds.corpus.units import AtWorkError, job
+from deberta_ds.corpus.units import AtWorkError, Part, extents_of, identified, inputs_of, job
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.data.shards import MANIFEST, Manifest, read_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer
@@ -49,13 +48,10 @@ class Build:
     def __init__(self, recipe: Recipe, workers: int = 1, part: Part = None):
         """UserError for what is wrong with inputs, filters or a given tokenizer, before any work.
         """
-        self.out, self._recipe, self._workers = Path(recipe.out), recipe, workers
-        self._part = part
-        for corpus in recipe.corpora:
-            check_outside(corpus.inputs, recipe.out)
+        self.out, self._recipe, self._workers, self._part = Path(recipe.out), recipe, workers, part
         self._units = {corpus.name: [[replace(extent, read=corpus.read) for extent in unit]
                                      for unit in plan_whole(
-            list(corpus.inputs), corpus.read, recipe.unit_bytes, workers=workers,
+            list(corpus.inputs), corpus.read, recipe.unit_bytes, recipe.out, workers=workers,
             skip_bad_files=recipe.skip_bad_files, max_bad=recipe.max_bad,
             is_divided=bool(corpus.documents))] for corpus in recipe.corpora}
         check_named_once(list(map(extents_of, self._units.values())))

@@ -151,7 +151,6 @@ class Cleaner:
     def __init__(self, clean: CleanOptions, is_read: bool):
         """`is_read`: somebody reads the normalized text; else it is not made."""
         self._clean, self._is_read = clean, is_read
-        self._takes_all = clean.min_characters <= 1 and not clean.min_letter_share
         self.counts = dict.fromkeys(COUNTS, 0)
         self.problems: list[str] = []
 
@@ -163,7 +162,7 @@ class Cleaner:
             with suppress(BadTextError):  # in one of them: which, is found below
                 texts, removed = self._looked_at([document.text for document in documents])
                 self.counts["removed_characters"] += removed
-                return texts if self._takes_all and all(texts) else list(map(self._kept, texts))
+                return list(map(self._kept, texts))
         return list(map(self._one, documents))
 
     def _looked_at(self, texts: list[str]) -> tuple[list[str], int]:

@@ -8,6 +8,7 @@ units, and findings of other documents are rejected.
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +18,11 @@ import numpy as np
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
-from deberta_ds.corpus.identity import check_unchanged
 from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.units import check_unchanged
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, check_file, read_checked, save_array
-from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, TO_UTF8
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, TO_UTF8, BadTextError, normalize
 
 FINDINGS_VERSION = 4
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
@@ -87,9 +88,10 @@ class Findings:
         return index < high and int(self._places[index]) == where
 
 
-def read_counted(unit: list[Extent], read: ReadOptions, counts: dict) -> Iterator[Document]:
-    """Yield the documents of a unit; `counts` says how many `documents` there were, how many of
-    them `unreadable`, and where and why the first of these was (`problem`).
+def read_normalized(unit: list[Extent], read: ReadOptions, counts: dict
+                   ) -> Iterator[tuple[Document, str]]:
+    """Yield the documents of a unit and their normalized texts; `counts` says how many `documents`
+    there were, how many of them `unreadable`, and where and why the first of these was (`problem`).
     """
     counts |= {"documents": 0, "unreadable": 0, "problem": ""}
     for document in read_unit(unit, read):
@@ -97,11 +99,14 @@ def read_counted(unit: list[Extent], read: ReadOptions, counts: dict) -> Iterato
         if document.problem:
             counts["unreadable"] += 1
             counts["problem"] = counts["problem"] or f"{document.offset()}: {document.problem}"
-        yield document
+        text = ""
+        with suppress(BadTextError):  # tokenize_corpus will complain, as of an unreadable document
+            text = normalize(document.text)
+        yield document, text
 
 
 def check_any_read(counts: list[dict]) -> None:
-    """UserError if all of the documents are unreadable, by what `read_counted` says of units."""
+    """UserError if all of the documents are unreadable, by what `read_normalized` says of units."""
     documents, unreadable = (sum(one[key] for one in counts) for key in ("documents", "unreadable"))
     if documents == unreadable > 0:
         problem = next(one["problem"] for one in counts if one["problem"])
@@ -111,8 +116,8 @@ def check_any_read(counts: list[dict]) -> None:
 
 def number_of(extents: Iterable[Extent]) -> dict[str, int]:
     """Return {source: its number} of inputs: among all of them, or those of one unit."""
-    return {source: number for number, source in enumerate(
-        dict.fromkeys(extent.source for extent in extents))}
+    sources = dict.fromkeys(extent.source for extent in extents)
+    return {source: number for number, source in enumerate(sources)}
 
 
 def finish_findings(out: Path, extents: list[Extent], read: ReadOptions, reason: str, counts: dict
@@ -132,10 +137,8 @@ def _dividing(read: ReadOptions) -> dict:
     return {name: getattr(read, name) for name in _OPTIONS_THAT_DIVIDE}
 
 
-def save_found(out: str, name: str, file: np.ndarray, where: np.ndarray) -> None:
-    """Write which documents a unit has found, ordered by (file, place in it)."""
-    found = np.empty(len(file), dtype=FOUND)
-    found["file"], found["where"] = file, where
+def save_found(out: str, name: str, found: np.ndarray) -> None:
+    """Write which documents a unit has found (FOUND), ordered by (file, place in it)."""
     order = np.lexsort((found["where"], found["file"]))
     save_array(Path(out) / "found" / f"{name}.npy", found[order])
 

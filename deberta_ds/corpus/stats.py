@@ -1,14 +1,16 @@
-"""What a corpus holds: counts, lengths, fill, labels and the most frequent tokens."""
+"""What a corpus holds: counts, lengths, fill, labels, frequent tokens; whether it is whole."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.encode import left_out
+from deberta_ds.corpus.origins import DIRECTORY, Origins
 from deberta_ds.corpus.pack import manifest_of
-from deberta_ds.data.corpus import open_shard
-from deberta_ds.data.shards import Manifest, planned_lengths, read_rows_manifest, rows_directory
+from deberta_ds.data import shards
+from deberta_ds.data.corpus import Corpus, open_shard
 from deberta_ds.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.tokenizer.words import byte_of
 
@@ -24,7 +26,7 @@ class CorpusStats:
     """
 
     path: str
-    manifest: Manifest
+    manifest: shards.Manifest
     lengths: np.ndarray
     frequencies: np.ndarray
     plans: list[tuple[int, int, float, float, int]]
@@ -46,8 +48,8 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
             chunk = tokens[start : start + _CHUNK_TOKENS]
             frequencies += np.bincount(chunk, minlength=len(frequencies))
     plans = []
-    for seq_len in planned_lengths(path):
-        plan, _ = read_rows_manifest(rows_directory(path, seq_len))
+    for seq_len in shards.planned_lengths(path):
+        plan, _ = shards.read_rows_manifest(shards.rows_directory(path, seq_len))
         rows = sum(shard.rows for shard in plan.shards)
         segments = sum(shard.pieces for shard in plan.shards)
         used = sum(shard.tokens for shard in plan.shards) + 2 * segments
@@ -106,3 +108,24 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     if lost := unknown_tokens(unknown, tokens):
         found.append(f"{lost}; {remedy}")
     return found
+
+
+def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> list[str]:
+    """Return a line for each part of a packed corpus; UserError names the first bad file.
+
+    `mode` as of Corpus.verify. `tokenizer_sha256`: of the tokenizer that it must be made with.
+    """
+    shards.read_manifest(path)
+    lengths = shards.planned_lengths(path)
+    if not lengths:
+        raise UserError(f"{path}: no finished sequence plan; run data_prep/pack.py")
+    lines = []
+    for seq_len in lengths:
+        corpus = Corpus(path, seq_len=seq_len)
+        if tokenizer_sha256:
+            corpus.check_tokenizer(tokenizer_sha256)
+        files = corpus.verify(mode)
+        lines.append(f"{path}/rows-{seq_len}: {files:,} files agree ({mode}), "
+                     f"{corpus.num_rows:,} sequences, content hash {corpus.content_hash[:16]}")
+    files = Origins(path).verify(mode)
+    return [f"{path}/{DIRECTORY}: {files:,} files agree ({mode})", *lines]

@@ -41,7 +41,11 @@ def open_bytes(path: str):
     UserError if a file whose name does not say so is compressed.
     """
     refuse_pipe(path)
-    raw = _open_remote(path) if "://" in path else open(path, "rb")
+    if "://" in path:
+        file = _Streamed if path.startswith("http") else _RemoteFile  # not all servers give parts
+        raw = io.BufferedReader(file(path), _REMOTE_BYTES)
+    else:
+        raw = open(path, "rb")
     suffix = os.path.splitext(path)[1].lower()
     if suffix in _FRAMES:
         return io.BufferedReader(_Frames(raw, _FRAMES[suffix]), 1 << 20)
@@ -70,21 +74,16 @@ def open_seekable(path: str):
         return io.BytesIO(file.read())
 
 
-def _open_remote(url: str):
-    system, path = file_system(url)
-    file = _Streamed if url.startswith("http") else _RemoteFile  # not all servers give parts
-    return io.BufferedReader(file(system, path, url), _REMOTE_BYTES)
-
-
 class _RemoteFile(io.RawIOBase):
     """A remote file read by parts, each tried again where a connection breaks; all of one version.
     """
 
     _parts = 0
 
-    def __init__(self, system, path: str, url: str):
-        self._system, self._path, self._url, self._position = system, path, url, 0
-        detail = tried(lambda: system.info(path), url, lambda info: info["size"] is not None)
+    def __init__(self, url: str):
+        self._url, self._position, (self._system, self._path) = url, 0, file_system(url)
+        detail = tried(lambda: self._system.info(self._path), url,
+                       lambda info: info["size"] is not None)
         self._size, self._state = detail["size"], state_of(detail)
 
     def _look(self) -> dict:
@@ -221,13 +220,8 @@ class _GzipFrame:
     def __init__(self):
         self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)
 
-    @property
-    def eof(self) -> bool:
-        return self._zlib.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._zlib.unused_data
+    def __getattr__(self, name: str) -> Any:  # eof, unused_data
+        return getattr(self._zlib, name)
 
     @property
     def needs_input(self) -> bool:
@@ -289,6 +283,6 @@ def open_stream(name: str, revision: str = ""):
     path, config, split = _hub_parts(name)
     try:
         return datasets.load_dataset(path, config, split=split or "train", streaming=True,
-                                     **({"revision": revision} if revision else {}))
+                                     revision=revision or None)
     except (OSError, ValueError) as error:
         raise UserError(f"{name}: cannot be opened ({first_line(error)})") from error
