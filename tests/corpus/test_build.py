@@ -173,13 +173,6 @@ def test_a_dry_run_shows_stages_and_writes_nothing(tmp_path):
     assert not (tmp_path / "shards").exists()
 
 
-def test_options_of_single_commands_have_the_limits_of_the_recipe(capsys):
-    with pytest.raises(SystemExit):
-        run_main("data_prep/tokenize_corpus.py", "text", "--out", "o", "--tokenizer", "t",
-                 "--min_letter_share", "5")
-    assert "min_letter_share = 5.0: must be at most 1" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("override", "message"), [
     ("--hedout_share=0.1", "hedout_share: unknown key; did you mean heldout_share"),
     ("--heldout_share=1", "heldout_share = 1: must be below 1"),
