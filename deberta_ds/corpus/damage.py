@@ -27,7 +27,8 @@ def plan_whole(inputs: list[str], read: ReadOptions, unit_bytes: int, *outs: str
     somebody has said what a document is.
     """
     for name, target in product(filter(os.path.isdir, inputs), filter(None, outs)):
-        if "://" not in target and Path(target).resolve().is_relative_to(Path(name).resolve()):
+        if "://" not in target and Path(os.path.realpath(target)).is_relative_to(
+                os.path.realpath(name)):
             raise UserError(f"{target}: lies in the input {name}, of which it would be a part "
                             "when the job goes on; choose a directory outside")
     bad = damaged_files(inputs, read, workers, max_bad) if skip_bad_files else {}

@@ -7,7 +7,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from deberta_ds.files.remote import file_system, state_of, tried
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _REMOTE_BYTES = 1 << 22
 _MOST_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 17
 _PARTS = 16  # read of a remote file between two looks at its version
 _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
 
@@ -162,15 +163,11 @@ class _Streamed(_RemoteFile):
 
 
 class _Frames(io.RawIOBase):
-    """A compressed file of one frame or more, as `cat a.xz b.xz` makes it.
-
-    The readers of zstandard, lzma and bz2 take what is damaged behind the first frame for its end.
-    """
+    """A compressed file that is read from its front to its end."""
 
     def __init__(self, raw, new_frame: Callable):
-        self._raw, self._ready = raw, memoryview(b"")
-        self._new_frame, self._frame = new_frame, new_frame()
-        self._inside, self._is_empty, self._given = False, True, 0
+        self._raw, self._blocks = raw, _blocks(raw, new_frame)
+        self._ready, self._given = memoryview(b""), 0
 
     def readable(self) -> bool:
         return True
@@ -180,30 +177,10 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            # All but zstd give no more than they are asked for; a block of zeros is 2 GB to bz2.
-            limit = (_MOST_BYTES,) if hasattr(self._frame, "needs_input") else ()
-            if limit and not (self._frame.needs_input or self._frame.eof):
-                self._ready = memoryview(self._frame.decompress(b"", *limit))
-                continue
-            chunk = b""
-            if self._frame.eof:
-                chunk = self._frame.unused_data
-                self._frame, self._inside = self._new_frame(), False
-            chunk = chunk or self._raw.read(1 << 17)
-            if not chunk:
-                if self._inside and (rest := self._frame.decompress(b"", *limit)):
-                    self._ready = memoryview(rest)
-                    continue
-                if self._frame.eof:
-                    continue
-                if self._inside or self._is_empty:
-                    raise EOFError("it has no end" if self._inside else "nothing is in it")
+            block = next(self._blocks, None)
+            if block is None:
                 return 0
-            if not self._inside:
-                chunk = chunk.lstrip(b"\0")  # gzip and xz may be padded
-            if chunk:
-                self._ready = memoryview(self._frame.decompress(chunk, *limit))
-                self._inside, self._is_empty = True, False
+            self._ready = memoryview(block)
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         self._given += count
@@ -212,6 +189,30 @@ class _Frames(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
+
+
+def _blocks(raw, new_frame: Callable) -> Iterator[bytes]:
+    """Yield what is in a compressed file of one frame or more, as `cat a.xz b.xz` makes it.
+
+    The readers of zstandard, lzma and bz2 take what is damaged behind the first frame for its end.
+    """
+    rest, is_empty = b"", True
+    while rest := rest or raw.read(_CHUNK_BYTES):
+        if not (rest := rest.lstrip(b"\0")):  # gzip and xz may be padded
+            continue
+        frame, is_empty = new_frame(), False
+        # All but zstd give no more than they are asked for; a block of zeros is 2 GB to bz2.
+        limit = (_MOST_BYTES,) if hasattr(frame, "needs_input") else ()
+        while not frame.eof:
+            is_asking = not limit or frame.needs_input
+            given = (rest or raw.read(_CHUNK_BYTES)) if is_asking else b""
+            rest, block = b"", frame.decompress(given, *limit)
+            if is_asking and not (given or block or frame.eof):
+                raise EOFError("it has no end")
+            yield block
+        rest = frame.unused_data
+    if is_empty:
+        raise EOFError("nothing is in it")
 
 
 class _GzipFrame:

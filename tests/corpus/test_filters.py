@@ -163,16 +163,13 @@ def test_what_only_looks_like_personal_data_stays(text):
     assert find_personal(text, RULES.personal.kinds) == (text, {})
 
 
-def test_languages(tmp_path):
+def test_languages():
     pytest.importorskip("py3langid")
     rules = {"use": ("language",), "language": LanguageRule(keep=("en", "de"), label=True)}
     german = "Der schnelle braune Fuchs springt über den faulen Hund und läuft in den Wald."
     assert judged(german, **rules)[1:] == ("", {}, "de")
     assert judged("Быстрая коричневая лиса прыгает через ленивую собаку.", **rules).reason == (
         "language: ru")
-    (tmp_path / "x.toml").write_text('use = ["language"]\n[language]\nkeep = ["en", "", "xx"]\n')
-    with pytest.raises(UserError, match=r"x\.toml: language\.keep: '', 'xx': not known; known are"):
-        read_rules(tmp_path / "x.toml")
 
 
 PRESETS = dict(line.split(maxsplit=1) for line in (  # own sentences, of 50 words and more
@@ -196,7 +193,7 @@ def test_a_preset_keeps_its_language_and_another_one_is_named(tmp_path, code):
 def own(tmp_path):
     (tmp_path / "own.py").write_text(
         "def no_foxes(text):\n    return None if 'fox' in text else text.replace('dog', 'cat')\n"
-        "def broken(text):\n    return text[10**9]\ndef wrong(text):\n    return 3\n")
+        "def broken(text):\n    return text[10**9]\n")
     (tmp_path / "own.toml").write_text('use = ["personal"]\nfunctions = ["own.py:no_foxes"]\n')
     return tmp_path / "own.toml"
 
@@ -205,17 +202,15 @@ def test_filters_file_with_a_function_of_ones_own(own, tmp_path):
     rules, source = read_rules(own), tmp_path / "text.jsonl"
     assert Filters(rules)(Document("a fox", "a", 0, "json")).reason == "function: no_foxes"
     assert Filters(rules)(Document("a dog", "a", 0, "json")).text == "a cat"
-    for text, message in (('functions = ["own.py"]', "FILE.py:NAME"), ("", "uses no rule"),
-                          ('functions = ["no.py:f"]', "no such file"), ('use = ["gofer"]', "use"),
+    for text, message in (('functions = ["no.py:f"]', "no such file"), ('use = ["gofer"]', "use"),
                           ('use = ["c4"]\n[c4]\nmin_sentence = 3', "did you mean")):
         own.write_text(text)
         with pytest.raises(UserError, match=message):
             read_rules(own)
     source.write_text('{"text": "x"}\n')
-    for name, message in (("broken", "IndexError.*line 4"), ("wrong", "returned int")):
-        filters = Filters(replace(rules, functions=(f"{tmp_path}/own.py:{name}",)))
-        with pytest.raises(UserError, match=f"text.jsonl:1: {name} .*{message}"):
-            filters(Document("x", str(source), 0, "json"))
+    with pytest.raises(UserError, match="text.jsonl:1: broken .*IndexError.*line 4"):
+        Filters(replace(rules, functions=(f"{tmp_path}/own.py:broken",)))(
+            Document("x", str(source), 0, "json"))
 
 
 def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tmp_path):

@@ -25,7 +25,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import contamination, dedup, findings
 from deberta_ds.corpus.contamination import find_contamination, words_of
 from deberta_ds.corpus.dedup import Group, find_duplicates, similarity
-from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.documents import plan_units
 from deberta_ds.tokenizer.text import normalize
 
 
@@ -82,14 +82,11 @@ def test_findings_of_other_options_inputs_or_states_are_refused(tmp_path):
     write_json_lines(tmp_path / "text.jsonl", ["same text"] * 3 + ["another one"])
     write_json_lines(tmp_path / "other.jsonl", ["not searched"])
 
-    def tokenized(found, name="text.jsonl", read=READ, out="out"):
-        return tokenize(tmp_path / name, tmp_path / out, read=read,
-                        leave_out=[str(tmp_path / found)])
+    def tokenized(found, name="text.jsonl", out="out"):
+        return tokenize(tmp_path / name, tmp_path / out, leave_out=[str(tmp_path / found)])
 
     units = plan_units([str(tmp_path / "text.jsonl")], READ)
     find_duplicates(units, tmp_path / "found", read=READ)
-    with pytest.raises(UserError, match="other reading options"):
-        tokenized("found", read=ReadOptions(documents="line"))
     with pytest.raises(UserError, match="not among the inputs"):
         tokenized("found", "other.jsonl")
     tokenized("found")

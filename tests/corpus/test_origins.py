@@ -94,10 +94,8 @@ def test_documents_are_taken_out_and_other_shards_are_links(corpus, tmp_path):
     assert pack_corpus(tmp_path / "new", tiny_tokenizer(), 64) == rows  # nothing is left to do
     assert not Origins(tmp_path / "new").find(["doc-3"])
     assert take_down(corpus, names, tmp_path / "new", tiny_tokenizer()) == done  # again
-    for named, out, message in ((["doc-3", "no-such"], tmp_path / "other", "no document no-such"),
-                                (["doc-1"], corpus, "another directory")):
-        with pytest.raises(UserError, match=message):
-            take_down(corpus, named, out, tiny_tokenizer())
+    with pytest.raises(UserError, match="no document no-such"):
+        take_down(corpus, ["doc-3", "no-such"], tmp_path / "other", tiny_tokenizer())
     assert not (tmp_path / "other").exists()
 
 
@@ -115,14 +113,10 @@ def test_a_document_that_was_cut_is_one_text_and_many_documents(tmp_path):
     assert new.counts["tokens"] == new.tokens
 
 
-def test_origins_do_not_depend_on_the_workers_and_a_missing_id_is_bad(corpus, tmp_path):
+def test_origins_do_not_depend_on_the_workers(corpus, tmp_path):
     source = corpus.parent / "text.jsonl"
     tokenize(source, tmp_path / "two", workers=2, unit_bytes=6000, read=READ)
     assert tree(tmp_path / "two/documents") == tree(corpus / "documents")
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "a", "lang": ""}\n')
-    with pytest.raises(UserError, match="bad.jsonl:1: no id under 'name'"):
-        tokenize(bad, tmp_path / "bad", read=READ)
 
 
 PACK = ("data_prep/pack.py", "--seq_len", 64, "--tokenizer", tokenizer_path(), "--workers", 1)
