@@ -25,13 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -72,7 +66,7 @@ def identified(units: list[list[Extent]], out: str | Path, part: Part = None) ->
     known = read_inputs(out) | {extent.path: [extent.stamp, extent.state] for extent in extents
                                 if extent.state != extent.stamp}  # by an earlier call
     new = [path for path, stamp in files.items() if known.get(path, [""])[0] != stamp]
-    with ThreadPoolExecutor() as pool, still_at_work(lambda: f"hash {len(new):,} inputs"):
+    with futures.ThreadPoolExecutor() as pool, still_at_work(lambda: f"hash {len(new):,} inputs"):
         known |= {path: [files[path], state]
                   for path, state in zip(new, pool.map(_content, new), strict=True)}
     named = [[replace(one, state=known[one.path][1]) if one.path in files else one for one in unit]
@@ -310,8 +304,8 @@ def run_units(directory: str | Path, function: Callable[..., dict], units: dict[
             _run_mpi(missing)
         elif (workers := min(workers, len(missing))) > 1:
             try:
-                with ProcessPoolExecutor(workers, mp_context=FORK, initializer=_die_with_parent,
-                                         initargs=(os.getpid(),)) as pool:
+                with futures.ProcessPoolExecutor(workers, FORK, _die_with_parent,
+                                                 (os.getpid(),)) as pool:
                     drive(pool, missing, 2 * workers)
             except BrokenProcessPool as error:
                 raise UserError("a worker process died (killed, or out of memory); run the same "
@@ -348,7 +342,7 @@ def drive(pool, missing: deque, depth: int, *, work_here: bool = False) -> None:
     While a unit runs here nothing new is submitted, hence a depth that lasts meanwhile; and what is
     still waiting when nothing is missing any more is taken back, so that all finish together.
     """
-    running: dict[Future, tuple] = {}
+    running: dict[futures.Future, tuple] = {}
     try:
         while missing or running:
             while missing and len(running) < depth:
@@ -362,7 +356,7 @@ def drive(pool, missing: deque, depth: int, *, work_here: bool = False) -> None:
                 unit = running.pop(mine) if mine else None
             if unit:
                 run_one(*unit)
-            done, _ = wait(running, 0 if unit else None, return_when=FIRST_COMPLETED)
+            done, _ = futures.wait(running, 0 if unit else None, futures.FIRST_COMPLETED)
             for future in done:
                 del running[future]
                 future.result()

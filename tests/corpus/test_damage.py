@@ -13,15 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from data_helpers import (
-    READ,
-    random_documents,
-    run_main,
-    tiny_tokenizer,
-    tokenize,
-    tokenizer_path,
-    tree,
-)
+from data_helpers import READ, random_documents, run_main, tiny_tokenizer, tokenize, tree
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.contamination import find_contamination
@@ -33,6 +25,7 @@ from deberta_ds.corpus.filters import try_filters
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
+from deberta_ds.data.shards import read_manifest
 
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in random_documents(40)).encode()
 OTHER = "".join(json.dumps({"text": text}) + "\n" for text in random_documents(30, 9)).encode()
@@ -149,8 +142,8 @@ def test_bad_files_are_left_out_and_done_when_they_are_repaired(tmp_path, capfd)
     (text / names[2]).write_bytes(b"<html>404</html>")
 
     def made(directory, bad):
-        run_main("data_prep/tokenize_corpus.py", text, "--tokenizer", tokenizer_path(), "--out",
-                 directory, "--unit_bytes", 400, "--workers", 1, "--skip_bad_files", bad)
+        run_main("data_prep/tokenize_corpus.py", text, "--tokenizer", tiny_tokenizer().path,
+                 "--out", directory, "--unit_bytes", 400, "--workers", 1, "--skip_bad_files", bad)
         return tree(directory)
 
     with pytest.raises(UserError, match="--skip_bad_files allows 2"):
@@ -167,6 +160,15 @@ def test_bad_files_are_left_out_and_done_when_they_are_repaired(tmp_path, capfd)
         if left:
             shutil.copy(spare / names[3 - left], text / names[3 - left])
     assert len(markers(out)) == 12
+
+
+def test_a_bad_file_at_a_url_is_left_out(tmp_path):
+    """Why it is bad was compared with its state: "changed while this command read it"."""
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "b.jsonl").write_text("{")
+    run_main("data_prep/tokenize_corpus.py", f"file://{tmp_path}/*.jsonl", "--tokenizer",
+             tiny_tokenizer().path, "--out", tmp_path / "out", "--skip_bad_files", 1)
+    assert read_manifest(tmp_path / "out")[0].counts["bad_files"] == 1
 
 
 def test_a_large_text_file_of_one_document_is_refused_with_the_other_rules(tmp_path):

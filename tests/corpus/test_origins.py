@@ -6,15 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from data_helpers import (
-    random_documents,
-    run_main,
-    stored_texts,
-    tiny_tokenizer,
-    tokenize,
-    tokenizer_path,
-    tree,
-)
+from data_helpers import random_documents, run_main, stored_texts, tiny_tokenizer, tokenize, tree
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.documents import ReadOptions
@@ -119,9 +111,9 @@ def test_origins_do_not_depend_on_the_workers(corpus, tmp_path):
     assert tree(tmp_path / "two/documents") == tree(corpus / "documents")
 
 
-PACK = ("data_prep/pack.py", "--seq_len", 64, "--tokenizer", tokenizer_path(), "--workers", 1)
-TAKE = ("data_prep/take_down.py", "--out", "new", "--tokenizer", tokenizer_path(), "--document",
-        "doc-1")
+MADE_WITH = ("--tokenizer", tiny_tokenizer().path)
+PACK = ("data_prep/pack.py", "--seq_len", 64, *MADE_WITH, "--workers", 1)
+TAKE = ("data_prep/take_down.py", "--out", "new", *MADE_WITH, "--document", "doc-1")
 
 
 @pytest.mark.parametrize("name, command", [
@@ -129,8 +121,7 @@ TAKE = ("data_prep/take_down.py", "--out", "new", "--tokenizer", tokenizer_path(
     ("rows-64/manifest.json", PACK), ("rows-64/.job.json", PACK), ("rows-64/.lock", PACK),
     ("rows-64/*.starts.npy", ("data_prep/find.py", "--seq_len", 64, "--row", 0)),
     ("rows-64/*[0-9].npy", ("data_prep/find.py", "--seq_len", 64, "--document", "doc-1")),
-    ("rows-64/*.starts.npy", ("data_prep/show.py", "--seq_len", 64, "--tokenizer",
-                              tokenizer_path())),
+    ("rows-64/*.starts.npy", ("data_prep/show.py", "--seq_len", 64, *MADE_WITH)),
     ("documents/manifest.json", TAKE), ("documents/*.parquet", TAKE),
     ("tokenizer", ("data_prep/stats.py", "--tokenizer", "corpus/tokenizer"))])
 def test_a_pipe_among_the_files_of_a_corpus_is_named(corpus, tmp_path, monkeypatch, name, command):
@@ -153,8 +144,8 @@ def test_the_scripts(corpus, tmp_path):
     assert "sequences 0" in run_main(*find, "--document", name)
     (tmp_path / "ids").write_text(name + "\n")
     for out, *named in (("new", "--documents_from", tmp_path / "ids"), ("b", "--document", name)):
-        printed = run_main("data_prep/take_down.py", corpus, "--out", tmp_path / out, "--tokenizer",
-                           tokenizer_path(), *named, "--workers", 1)
+        printed = run_main("data_prep/take_down.py", corpus, "--out", tmp_path / out, *MADE_WITH,
+                           *named, "--workers", 1)
         assert "1 documents taken out, 1 shards" in printed
     damaged = next((tmp_path / "new/documents").glob("*.parquet"))
     damaged.unlink()  # it may be a hard link

@@ -19,14 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import (
-    READ,
-    random_documents,
-    tiny_tokenizer,
-    tokenize,
-    tree,
-    write_json_lines,
-)
+from data_helpers import READ, random_documents, tiny_tokenizer, tokenize, tree, write_json_lines
 from launching import ROOT
 
 from deberta_ds.base.errors import UserError, still_at_work
