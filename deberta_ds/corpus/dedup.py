@@ -50,11 +50,8 @@ def near_bands(threshold: float) -> tuple[int, int]:
         raise UserError(f"--near {threshold}: must be in [0.3, 1)")
     with of_extra("neardup", "--near"):
         import datasketch  # noqa: F401
-    for entries in range(PERMUTATIONS, 1, -1):
-        bands = PERMUTATIONS // entries
-        if 1 - (1 - threshold**entries) ** bands >= _RECALL:
-            return bands, entries
-    return PERMUTATIONS, 1
+    return next((PERMUTATIONS // entries, entries) for entries in range(PERMUTATIONS, 0, -1)
+                if 1 - (1 - threshold**entries) ** (PERMUTATIONS // entries) >= _RECALL)
 
 
 def signer() -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
@@ -160,13 +157,13 @@ def _search(out: Path, units: dict[str, list[Extent]], read: ReadOptions, thresh
               for unit, result in zip(units.values(), hashed, strict=True)
               for name in result["tables"]]
     findings.check_any_read(hashed)
-    documents = sum(result["documents"] for result in hashed)
-    exact, digest = -(-documents // BUCKET_DOCUMENTS), digest_of(units)
+    documents, digest = sum(result["documents"] for result in hashed), digest_of(units)
+    exact = -(-documents // BUCKET_DOCUMENTS) if tables else 0  # of texts that are not empty
     jobs = {f"{digest}-exact-{bucket:05d}": (str(out), digest, tables, bucket, exact)
             for bucket in range(exact)}
     run_units(out, exact_bucket, jobs, workers=workers, label="exact")
     exact_count = merge_found(out, f"{digest}-exact", len(numbers))
-    close = -(-documents * bands[0] // NEAR_BUCKET_KEYS)  # each document once a band
+    close = -(-documents * bands[0] // NEAR_BUCKET_KEYS) if tables else 0  # each once a band
     jobs = {f"{digest}-near-{bucket:05d}": (str(out), digest, tables, bucket, close, threshold)
             for bucket in range(close)}
     run_units(out, near_bucket, jobs, workers=workers, label="near")
@@ -225,13 +222,10 @@ def _save_signed(out: str, name: str, signed: list, table: np.ndarray, bands: tu
 
 def exact_bucket(out: str, digest: str, tables: list[Table], bucket: int, count: int) -> dict:
     """Write the duplicates among the hashes of one bucket; all but the first of each group."""
-    parts = []
-    for number, part in _bucket_parts(out, "hashes", tables, bucket, count):
+    parts = list(_bucket_parts(out, "hashes", tables, bucket, count))
+    for number, part in parts:
         part["file"] = np.array(tables[number][1])[part["file"]]
-        parts.append(part)
-    if not parts:  # all documents are empty
-        return {}
-    table = _ordered(np.concatenate(parts))
+    table = _ordered(np.concatenate([part for _, part in parts]))
     later = np.flatnonzero(_same_as_before(table)) + 1
     found = table[["file", "where"]][later].astype(FOUND)
     save_found(out, f"{digest}-exact-{bucket:05d}", found)
@@ -241,8 +235,6 @@ def exact_bucket(out: str, digest: str, tables: list[Table], bucket: int, count:
 def near_bucket(out: str, digest: str, tables: list[Table], bucket: int, count: int,
                 threshold: float) -> dict:
     """Write the near duplicates among the band keys of one bucket."""
-    if not tables:
-        return {}
     numbers, parts = zip(*_bucket_parts(out, "bands", tables, bucket, count), strict=True)
     keys = np.concatenate(parts)
     table_of = np.repeat(np.array(numbers), [len(part) for part in parts])

@@ -138,7 +138,6 @@ class Origins:
         self.table = cache(self._read)
 
     def _read(self, name: str) -> pa.Table:
-        """Return the table of one shard."""
         if name not in self.files:
             raise UserError(f"{self._corpus}: no origins of the documents of shard {name}")
         path = origins_path(self._corpus, name)

@@ -22,14 +22,14 @@ _MANY_BYTES = 0.02
 @dataclass(frozen=True)
 class CorpusStats:
     """Figures of one corpus. `lengths` counts documents of 2**i .. 2**(i+1) - 1 tokens;
-    `frequencies` counts each id; `plans` is (seq_len, rows, fill, segments per row, hard cuts).
+    `frequencies` counts each id.
     """
 
     path: str
     manifest: shards.Manifest
     lengths: np.ndarray
     frequencies: np.ndarray
-    plans: list[tuple[int, int, float, float, int]]
+    plans: list[shards.RowsManifest]
     longest: int
     word_starts: int
 
@@ -47,14 +47,8 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
         for start in range(0, len(tokens), _CHUNK_TOKENS):
             chunk = tokens[start : start + _CHUNK_TOKENS]
             frequencies += np.bincount(chunk, minlength=len(frequencies))
-    plans = []
-    for seq_len in shards.planned_lengths(path):
-        plan, _ = shards.read_rows_manifest(shards.rows_directory(path, seq_len))
-        rows = sum(shard.rows for shard in plan.shards)
-        segments = sum(shard.pieces for shard in plan.shards)
-        used = sum(shard.tokens for shard in plan.shards) + 2 * segments
-        fill = used / max(1, rows * plan.seq_len)
-        plans.append((plan.seq_len, rows, fill, segments / max(1, rows), plan.hard_cuts))
+    plans = [shards.read_rows_manifest(shards.rows_directory(path, seq_len))[0]
+             for seq_len in shards.planned_lengths(path)]
     starts = int(frequencies[tokenizer.stored_word_starts()].sum())
     frequencies = frequencies.reshape(2, -1).sum(0)
     return CorpusStats(str(path), manifest, lengths, frequencies, plans, longest, starts)
@@ -72,9 +66,13 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
     lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
     if listed := left_out(counts):
         lines.append(f"  left out    {listed}")
-    for seq_len, rows, fill, segments, hard_cuts in stats.plans:
-        lines.append(f"  rows-{seq_len:<6} {rows:>15,}   {fill:.2%} full, "
-                     f"{segments:.2f} document segments each, {hard_cuts:,} cuts inside a word")
+    for plan in stats.plans:
+        rows, segments, used = (sum(getattr(shard, name) for shard in plan.shards)
+                                for name in ("rows", "pieces", "tokens"))
+        fill = (used + shards.FRAME_TOKENS * segments) / max(1, rows * plan.seq_len)
+        lines.append(f"  rows-{plan.seq_len:<6} {rows:>15,}   {fill:.2%} full, "
+                     f"{segments / max(1, rows):.2f} document segments each, "
+                     f"{plan.hard_cuts:,} cuts inside a word")
     if set(stats.manifest.labels) - {""}:
         lines += ["", "  label        documents         tokens   share  characters per token"]
         for label, (docs, characters, label_tokens) in stats.manifest.labels.items():

@@ -46,13 +46,11 @@ def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
     assert tokenizer.mask_id == 400
     for text in SENTENCES:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    for pieces, words in ((100_000, r"make 100,000 subwords.*--vocab_size \d+, or give more"),
-                          (270, r"its characters alone are \d+: ask for more with --vocab_size")):
-        with pytest.raises(UserError, match=words) as refused:
+    for pieces in (100_000, 270):
+        with pytest.raises(UserError, match=f"make {pieces:,} subwords.*--vocab_size") as refused:
             train_tokenizer(units, tmp_path / "x.model", TokenizerRecipe(vocab_size=pieces),
                             read=read)
-        assert "INTERNAL" not in str(refused.value)
-    assert not (tmp_path / "x.model").exists()
+        assert "INTERNAL" not in str(refused.value) and not (tmp_path / "x.model").exists()
 
 
 def test_a_word_has_the_same_ids_wherever_it_stands(tmp_path):
@@ -180,13 +178,12 @@ def test_stats_count_every_token_and_show_and_verify_run(text_file, tmp_path):
     assert Corpus(out, seq_len=64).content_hash[:16] in verified
 
 
-@pytest.mark.parametrize("texts, options, message", [
-    (SENTENCES[:1] * 9, ["--heldout_share", "0.99"], "web: no document fell to it, all 9 to "),
-    (SENTENCES[:4], ["--min_characters", "9999"], "web: no document is left"),
-    (SENTENCES[:4], [], "held: no document fell to it")])
-def test_a_part_that_got_no_document_is_said_at_once(tmp_path, capsys, texts, options, message):
+@pytest.mark.parametrize("options, message", [
+    (["--min_characters", "9999"], "web: no document is left"),
+    ([], "held: no document fell to it")])
+def test_a_part_that_got_no_document_is_said_at_once(tmp_path, capsys, options, message):
     """It was first said by the training, which asked to widen a "part (0.0, 1.0) of 0 shards"."""
-    write_json_lines(tmp_path / "few.jsonl", texts)
+    write_json_lines(tmp_path / "few.jsonl", SENTENCES[:4])
     run_main("data_prep/tokenize_corpus.py", tmp_path / "few.jsonl", "--out", tmp_path / "web",
              "--tokenizer", tokenizer_path(), "--heldout_out", tmp_path / "held", *options)
     assert message in (said := capsys.readouterr().err)
