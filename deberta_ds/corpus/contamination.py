@@ -83,18 +83,17 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
             jobs = {name: (str(out), name, unit, read) for name, unit in units.items()}
             results = run_units(out, search_unit, jobs, workers=workers, label="search", part=part,
                                 keep=keep)
-            if results is None:
+            if part:
                 return None
             findings.check_any_read(results)
             report = _report(firsts, examples, met, own, results)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
-            extents = extents_of(units.values())
-            numbers = number_of(extents)
+            numbers = number_of(extents_of(units.values()))
             merge_found(out, "", len(numbers), {
                 name: [numbers[source] for source in number_of(unit)]
                 for name, unit in units.items()})
-            findings.finish_findings(out, extents, read, "contaminated", counts)
+            findings.finish_findings(out, units, read, "contaminated", counts)
     values = read_json(out / REPORT)
     try:
         return typed(Contamination, values)

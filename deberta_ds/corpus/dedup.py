@@ -135,7 +135,7 @@ def find_duplicates(planned: list[list[Extent]], out: str | Path, *, read: ReadO
             counts = _search(out, units, read, near_threshold, bands, workers, part)
             if not counts:
                 return {}
-            findings.finish_findings(out, extents_of(units.values()), read, "duplicate", counts)
+            findings.finish_findings(out, units, read, "duplicate", counts)
     return Findings(out).counts
 
 
@@ -151,7 +151,7 @@ def _search(out: Path, units: dict[str, list[Extent]], read: ReadOptions, thresh
     jobs: dict[str, tuple] = {name: (str(out), name, unit, read, bands)
                               for name, unit in units.items()}
     hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash", part=part)
-    if hashed is None:
+    if part:
         return {}
     tables = [(name, [numbers[source] for source in number_of(unit)])
               for unit, result in zip(units.values(), hashed, strict=True)

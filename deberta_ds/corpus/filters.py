@@ -180,9 +180,9 @@ def try_filters(planned: list[list[Extent]], out: str | Path, rules: FilterRules
         if not is_done:
             jobs = {name: (unit, read, rules, tokenizer) for name, unit in units.items()}
             total = Tally(rules.examples)
-            done = run_units(out, filter_unit, jobs, workers=workers, label="filter", part=part,
-                             keep=lambda result: total.merge(Tally(**result)))
-            if done is None:
+            run_units(out, filter_unit, jobs, workers=workers, label="filter", part=part,
+                      keep=lambda result: total.merge(Tally(**result)))
+            if part:
                 return None
             check_unchanged(extents_of(units.values()))
             write_report(out, rules, total, bad_files_of(planned))

@@ -19,7 +19,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.corpus.units import check_unchanged
+from deberta_ds.corpus.units import Units, check_unchanged, extents_of
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, check_file, read_checked, save_array
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, TO_UTF8, BadTextError, normalize
@@ -120,10 +120,9 @@ def number_of(extents: Iterable[Extent]) -> dict[str, int]:
     return {source: number for number, source in enumerate(sources)}
 
 
-def finish_findings(out: Path, extents: list[Extent], read: ReadOptions, reason: str, counts: dict
-                   ) -> None:
+def finish_findings(out: Path, units: Units, read: ReadOptions, reason: str, counts: dict) -> None:
     """Write the manifest, which completes the findings; what the units have saved is merged."""
-    check_unchanged(extents)
+    check_unchanged(extents := extents_of(units.values()))
     sums = {name: [(out / f"{name}.npy").stat().st_size, xxh3(out / f"{name}.npy")]
             for name in ("starts", "places")}
     inputs = {extent.source: (extent.state, _dividing(extent.read or read)) for extent in extents}

@@ -39,7 +39,7 @@ def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, worke
             results = run_units(
                 directory, pack_shard, units, workers=workers, label=f"pack {seq_len}",
                 part=part)
-            if results is None:
+            if part:
                 return None
             hard_cuts = sum(result.pop("hard_cuts") for result in results)
             infos = tuple(RowShardInfo(**result) for result in results)

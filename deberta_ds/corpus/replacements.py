@@ -63,7 +63,6 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
             units = {f"draw-{draw}-{name}": (recipe, str(out), draw, name, read)
                      for draw in range(len(recipe.temperatures)) for name in corpus.shard_rows}
             results = run_units(out, replace_shard, units, workers=workers, label="replace")
-            assert results is not None  # of all units, not of a part
             shards: list[dict] = [{} for _ in recipe.temperatures]
             for (_, _, draw, name, _), result in zip(units.values(), results, strict=True):
                 shards[draw][name] = result["files"]

@@ -96,7 +96,7 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
 
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
                                 part=part, keep=keep)
-            if results is None:
+            if part:
                 return {}
             problems = [line for result in results for line in result["problems"]]
             encode.check_problems(problems, sum(one["counts"]["bad"] for one in results), clean)

@@ -286,9 +286,9 @@ def _take_lock(path: Path, kind: int) -> int:
 
 def run_units(directory: str | Path, function: Callable[..., dict], units: dict[str, tuple], *,
               workers: int, label: str, part: Part = None,
-              keep: Callable[[dict], Any] = lambda result: result) -> list | None:
-    """Return `keep(function(*units[name]))` for each name, in the order of `units`; None for a
-    part, of which only its units are done.
+              keep: Callable[[dict], Any] = lambda result: result) -> list:
+    """Return `keep(function(*units[name]))` for each name, in the order of `units`; [] for a part,
+    of which only its units are done.
 
     `function` must be importable, write its files atomically, and return a JSON-able dict. `keep`
     takes from it what adds up: only what it returns stays in memory of all units at once.
@@ -313,9 +313,8 @@ def run_units(directory: str | Path, function: Callable[..., dict], units: dict[
         else:
             while missing:
                 run_one(*missing.popleft())
-    if part:
-        return None
-    return [keep(json.loads(read_file(markers / f"{name}.json").data)) for name in units]
+    return [] if part else [keep(json.loads(read_file(markers / f"{name}.json").data))
+                            for name in units]
 
 
 def run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
