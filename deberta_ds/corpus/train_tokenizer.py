@@ -21,7 +21,7 @@ import tokenizers
 import xxhash
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from deberta_ds.base.errors import UserError, naming, still_at_work, tell
+from deberta_ds.base.errors import UserError, still_at_work, tell
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.splitmix import mix64
 from deberta_ds.corpus.documents import Extent, ReadOptions
@@ -30,6 +30,7 @@ from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.units import FORK, check_unchanged, extents_of
 from deberta_ds.data.mixture import temperature_weights
+from deberta_ds.files.tables import text_lines
 from deberta_ds.tokenizer import MASK_TOKEN, SPACE_MARK, SPECIAL_TOKENS, Tokenizer, normalization
 from deberta_ds.tokenizer.files import FORMS, JSON, OTHER_MODELS, SPM
 from deberta_ds.tokenizer.normalization import normalizer_tsv
@@ -146,15 +147,12 @@ def read_symbols(path: str | Path) -> list[str]:
     """Return the symbols of a file, one a line, none of no file; UserError for a line that cannot
     be a token.
     """
-    if not path:
-        return []
-    with naming(path):
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    for number, line in enumerate(lines, 1):
-        if len(line.split()) != 1 or SPACE_MARK in line:
-            raise UserError(f"{path}: line {number} is {line!r}; write one symbol a line, without "
-                            f"white space and {SPACE_MARK}")
-    return list(dict.fromkeys(line.strip() for line in lines))
+    symbols = list(text_lines(path)) if path else []
+    for place, symbol in symbols:
+        if len(symbol.split()) != 1 or SPACE_MARK in symbol:
+            raise UserError(f"{place}: {symbol!r}: write one symbol a line, without white space "
+                            f"and {SPACE_MARK}")
+    return list(dict.fromkeys(symbol.strip() for _, symbol in symbols))
 
 
 def train_tokenizer(units: list[list[Extent]], out: str | Path, wanted: TokenizerRecipe, *,
