@@ -15,7 +15,7 @@ from typing import Any
 import zstandard
 
 from deberta_ds.base.errors import UserError, first_line, of_extra, refuse_pipe
-from deberta_ds.files.remote import file_system, state_of, tried
+from deberta_ds.files.remote import file_system, remote_state, state_of, tried
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _REMOTE_BYTES = 1 << 22
@@ -87,10 +87,6 @@ class _RemoteFile(io.RawIOBase):
                        lambda info: info["size"] is not None)
         self._size, self._state = detail["size"], state_of(detail)
 
-    def _look(self) -> dict:
-        self._system.invalidate_cache()
-        return self._system.info(self._path)
-
     def readable(self) -> bool:
         return True
 
@@ -111,8 +107,8 @@ class _RemoteFile(io.RawIOBase):
         buffer[: len(data)] = data
         self._position = end
         self._parts += 1
-        if (end == self._size or self._parts % _PARTS == 0) and state_of(
-                tried(self._look, self._url, bool)) != self._state:
+        is_time = end == self._size or self._parts % _PARTS == 0
+        if is_time and remote_state(self._url) != self._state:
             raise UserError(f"{self._url}: changed while this command read it; when nothing writes "
                             "to it any more, run the same command again")
         return len(data)
