@@ -47,35 +47,35 @@ class _Manifest:
 class Findings:
     """What one search has found.
 
-    Attributes: content_hash (hex) of it all, reason: why they go, counts: of documents and
-    findings.
+    Attributes: directory, content_hash (hex) of it all, reason: why they go, counts: of documents
+    and findings.
     """
 
     def __init__(self, directory: str | Path):
         """UserError if `directory` holds none, or damaged ones."""
-        self._directory = Path(directory)
+        self.directory = Path(directory)
         self._manifest, self.content_hash = read_checked(
             directory, _Manifest, FINDINGS_VERSION, "not finished", "run data_prep/dedup.py or "
             "data_prep/decontaminate.py to the end, or again into a new directory")
         self.reason, self.counts = self._manifest.reason, self._manifest.counts
         if missing := _COUNTS[self.reason] - self.counts.keys():
-            raise UserError(f"{self._directory / MANIFEST}: damaged manifest (counts.{min(missing)}"
+            raise UserError(f"{self.directory / MANIFEST}: damaged manifest (counts.{min(missing)}"
                             f" is missing); {_AGAIN}")
         for name, (size, digest) in self._manifest.files.items():
-            check_file(self._directory / f"{name}.npy", size, digest, _AGAIN)
+            check_file(self.directory / f"{name}.npy", size, digest, _AGAIN)
         self._numbers = {source: number for number, source in enumerate(self._manifest.inputs)}
-        self._starts = map_array(self._directory / "starts.npy")
-        self._places = map_array(self._directory / "places.npy")
+        self._starts = map_array(self.directory / "starts.npy")
+        self._places = map_array(self.directory / "places.npy")
 
     def check(self, extents: Iterable[Extent], read: ReadOptions) -> None:
         """UserError unless these inputs, as they are, were searched with the same options."""
-        path, inputs = self._directory / MANIFEST, self._manifest.inputs
+        path, inputs = self.directory / MANIFEST, self._manifest.inputs
         same_rules = self._manifest.text_rules == TEXT_RULES_VERSION
         for extent in extents:
             state, then = inputs.get(extent.source, ("", {}))
             if state != extent.state:
                 what = "changed since" if extent.source in inputs else "not among the inputs of"
-                raise UserError(f"{extent.path}: {what} the search in {self._directory}; {_AGAIN}")
+                raise UserError(f"{extent.path}: {what} the search in {self.directory}; {_AGAIN}")
             if then != (now := _dividing(extent.read or read)) or not same_rules:
                 raise UserError(f"{path}: found with other reading options, {then}, where now they "
                                 f"are {now}; {_AGAIN}")

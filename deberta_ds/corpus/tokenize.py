@@ -56,11 +56,10 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
     """Write the corpus `out` (and the held-out one) and return {directory: manifest}; {} after one
     part of an array of jobs.
 
-    `leave_out`: directories of findings over these inputs (and others). A document is held
-    out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
-    such documents are left out and no held-out corpus is written. With `filters`, what they did
-    is written to OUT/filters.json. `words`: FILE.py:NAME, a function that says where words start
-    (tokenizer/segmented.py). Completed units of an earlier run of the same job are kept.
+    `leave_out`: directories of findings over these inputs (and others). A document is held out by a
+    hash of its text, so the split does not depend on its place; with `drop_heldout` such documents
+    are left out and no held-out corpus is written. With `filters`, what they did is written to
+    OUT/filters.json. `words`: FILE.py:NAME, which says where words start (tokenizer/segmented.py).
     """
     targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
     _check_heldout(targets, heldout_share, drop_heldout)
@@ -83,8 +82,7 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
                     for target in reversed(targets)]
         if not all(finished):
             work = [f"{out}/{MARKERS}/{side}" for side in range(len(targets))]
-            found = [(directory, search.content_hash)
-                     for directory, search in zip(leave_out, searches, strict=True)]
+            found = [(search.directory, search.content_hash) for search in searches]
             jobs = {name: (name, unit, work, tokenizer, read, clean, share, found, filters)
                     for name, unit in units.items()}
             total = Tally(filters.examples) if filters else None
@@ -159,7 +157,7 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
 
 def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer: Tokenizer,
                   read: ReadOptions, clean: CleanOptions, heldout_share: float,
-                  leave_out: list[tuple[str, str]], filters: FilterRules | None = None) -> dict:
+                  leave_out: list[tuple[Path, str]], filters: FilterRules | None = None) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
     tally = Tally(filters.examples) if filters else None
     # A tokenizer of rules of its own is given the raw text: then often nobody asks for this one.
@@ -197,7 +195,7 @@ def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer: 
             "problems": cleaner.problems} | ({"filters": asdict(tally)} if tally else {})
 
 
-def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[tuple[str, str]],
+def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[tuple[Path, str]],
             filters: FilterRules | None, tally: Tally | None, counts: dict[str, int],
             tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield the documents of one unit but those that searches found or filters drop."""
@@ -251,7 +249,7 @@ def _write_manifests(results: list[dict], targets: list[str], tokenizer: Tokeniz
 
 
 @cache
-def _findings(directory: str, content_hash: str) -> Findings:
+def _findings(directory: Path, content_hash: str) -> Findings:
     """Return what a search has found, read once per process; UserError if it is another one."""
     found = Findings(directory)
     if found.content_hash != content_hash:
