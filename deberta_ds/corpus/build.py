@@ -67,8 +67,13 @@ class Build:
 
     def run(self) -> None:
         """Do what is not done, and write OUT/corpus.json, by which a run finds all of it."""
-        self._identify()
-        recipe, everything = self._recipe, list(chain.from_iterable(self._units.values()))
+        recipe = self._recipe
+        self.out.mkdir(parents=True, exist_ok=True)
+        units = identified(list(chain.from_iterable(self._units.values())), self.out)  # hashed once
+        write_atomic(self.out / ".inputs.json", json.dumps(inputs_of(units), indent=0))
+        everything = list(units.values())
+        named = iter(everything)
+        self._units = {name: [next(named) for _ in units] for name, units in self._units.items()}
         tokenizer = self._made("tokenizer", self._make_tokenizer, everything)
         if recipe.dedup:
             self._made("duplicates", find_duplicates, everything, self.out / "duplicates",
@@ -84,15 +89,16 @@ class Build:
             for seq_len in recipe.seq_len:
                 self._made(f"{target}, sequences of {seq_len}", pack_corpus, target, tokenizer,
                            seq_len, workers=self._workers)
-        self._finish()
-
-    def _identify(self) -> None:
-        """Hash the inputs once for all stages."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        units = identified(list(chain.from_iterable(self._units.values())), self.out)
-        write_atomic(self.out / ".inputs.json", json.dumps(inputs_of(units), indent=0))
-        named = iter(units.values())
-        self._units = {name: [next(named) for _ in units] for name, units in self._units.items()}
+        corpora, manifests = recipe.corpora, self.manifests()
+        tokens = [float(manifests[self.targets(corpus)[0]].tokens) for corpus in corpora]
+        weights = [corpus.weight for corpus in corpora] if corpora[0].weight else \
+            temperature_weights(tokens, recipe.mixture_temperature)
+        heldout = {corpus.name: f"heldout/{corpus.name}" for corpus in corpora
+                   if self.targets(corpus)[1:]}
+        sources = {f"train/{corpus.name}": weight
+                   for corpus, weight in zip(corpora, weights, strict=True)}
+        write_atomic(self.out / BUILT, json.dumps(asdict(Built(sources, heldout, "tokenizer")),
+                                                  indent=1) + "\n")
 
     def _made(self, what: str, make: Callable, *args, **options) -> Any:
         """Return what `make` returns, and say how long it took."""
@@ -163,18 +169,6 @@ class Build:
         """Return what was made: the manifest of each directory."""
         return {target: read_manifest(target)[0] for corpus in self._recipe.corpora
                 for target in self.targets(corpus)}
-
-    def _finish(self) -> None:
-        corpora, manifests = self._recipe.corpora, self.manifests()
-        tokens = [float(manifests[self.targets(corpus)[0]].tokens) for corpus in corpora]
-        weights = [corpus.weight for corpus in corpora] if corpora[0].weight else \
-            temperature_weights(tokens, self._recipe.mixture_temperature)
-        heldout = {corpus.name: f"heldout/{corpus.name}" for corpus in corpora
-                   if self.targets(corpus)[1:]}
-        sources = {f"train/{corpus.name}": weight
-                   for corpus, weight in zip(corpora, weights, strict=True)}
-        write_atomic(self.out / BUILT, json.dumps(asdict(Built(sources, heldout, "tokenizer")),
-                                                  indent=1) + "\n")
 
     def plan(self) -> list[str]:
         """Return what a build would do: inputs and stages."""
