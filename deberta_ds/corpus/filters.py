@@ -9,7 +9,6 @@ texts, so that it does not depend on the number of workers.
 import heapq
 import itertools
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache, partial
@@ -208,16 +207,15 @@ def write_report(out: str | Path, rules: FilterRules, total: Tally,
                  bad_files: Mapping[str, str]) -> None:
     """Write OUT/filters.json, `total` being the sum of the units' tallies."""
     sizes = dict(zip(("documents", "characters", "tokens"), total.documents, strict=True))
+    # Halves of surrogate pairs are spelled out: no reader takes them.
+    examples = {name: [[place, text.encode(errors="backslashreplace").decode()]
+                       for _, place, text in found]
+                for name, found in sorted(total.examples.items())}
     report = {"rules": describe(rules), "summary": _summary(total, sizes), **sizes,
               "dropped": dict(sorted(total.dropped.items())),
-              "changed": dict(sorted(total.changed.items())),
-              "examples": {name: [found[1:] for found in examples]
-                           for name, examples in sorted(total.examples.items())},
+              "changed": dict(sorted(total.changed.items())), "examples": examples,
               "bad_files": dict(bad_files)}
-    # Halves of surrogate pairs are spelled out: no reader takes them.
-    text = re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):x}",
-                  json.dumps(report, ensure_ascii=False))
-    write_atomic(Path(out) / REPORT, json.dumps(json.loads(text), indent=1) + "\n")
+    write_atomic(Path(out) / REPORT, json.dumps(report, indent=1) + "\n")
 
 
 def report_lines(report: dict, samples: int = 2) -> list[str]:
