@@ -12,13 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deberta_ds.base.command_line import (
-    accept_old,
-    natural,
-    parser_for,
-    positive,
-    positive_number,
-)
+from deberta_ds.base.command_line import accept_old, natural, parser_for, positive, positive_number
 from deberta_ds.base.errors import UserError, exit_cleanly
 
 if TYPE_CHECKING:

@@ -65,13 +65,11 @@ def plan(args: argparse.Namespace, *outs: str | None) -> tuple[list, "ReadOption
     --skip_bad_files, and for an output that lies in an input.
     """
     from deberta_ds.corpus.damage import plan_whole
-    from deberta_ds.corpus.outputs import check_outside
     from deberta_ds.corpus.recipe import read_options_of
 
-    check_outside(args.inputs, *outs)
-    read = read_options_of(args)
-    return plan_whole(args.inputs, read, args.unit_bytes, skip_bad_files=args.skip_bad_files,
-                      max_bad=getattr(args, "max_bad", 0), workers=args.workers,
+    read, max_bad = read_options_of(args), getattr(args, "max_bad", 0)
+    return plan_whole(args.inputs, read, args.unit_bytes, *outs, max_bad=max_bad,
+                      skip_bad_files=args.skip_bad_files, workers=args.workers,
                       is_divided=bool(args.documents)), read
 
 

@@ -23,8 +23,8 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
+    from deberta_ds.corpus.origins import take_down
     from deberta_ds.corpus.outputs import fetch, output
-    from deberta_ds.corpus.takedown import take_down
     from deberta_ds.files.tables import text_lines
     from deberta_ds.tokenizer import Tokenizer
 

@@ -9,14 +9,7 @@ workers. After a crash, run the same command again: only what is missing is done
 import sys
 from contextlib import ExitStack
 
-from options import (
-    add_fields,
-    add_input_options,
-    add_job_options,
-    plan,
-    say_part_is_done,
-    share,
-)
+from options import add_fields, add_input_options, add_job_options, plan, say_part_is_done, share
 
 from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import exit_cleanly

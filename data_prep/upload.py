@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--to", required=True, metavar="URL", help="URL of the copy")
     args = parser.parse_args()
 
-    from deberta_ds.corpus.pack import verify_corpus
+    from deberta_ds.corpus.stats import verify_corpus
     from deberta_ds.data.remote import upload
 
     with still_at_work(lambda: f"{args.to}: uploading"):

@@ -27,8 +27,8 @@ def main() -> int:
     from deberta_ds.corpus.damage import damaged_files
     from deberta_ds.corpus.documents import input_kind
     from deberta_ds.corpus.outputs import fetch
-    from deberta_ds.corpus.pack import verify_corpus
     from deberta_ds.corpus.recipe import read_options_of
+    from deberta_ds.corpus.stats import verify_corpus
     from deberta_ds.tokenizer import Tokenizer
 
     def is_corpus(path: str) -> bool:

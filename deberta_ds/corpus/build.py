@@ -26,13 +26,12 @@ from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import Extent, ReadOptions, check_named_once, plan_units
 from deberta_ds.corpus.encode import CleanOptions, left_out
 from deberta_ds.corpus.filter_rules import read_rules
-from deberta_ds.corpus.identity import Part, extents_of, identified, inputs_of
-from deberta_ds.corpus.outputs import check_outside, fetch
+from deberta_ds.corpus.outputs import fetch
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import CorpusRecipe, Recipe
 from deberta_ds.corpus.tokenize import tokenize_corpus
 from deberta_ds.corpus.train_tokenizer import read_symbols, train_tokenizer
-from deberta_ds.corpus.units import AtWorkError, job
+from deberta_ds.corpus.units import AtWorkError, Part, extents_of, identified, inputs_of, job
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.data.shards import MANIFEST, Manifest, read_manifest, rows_directory
 from deberta_ds.tokenizer import Tokenizer
@@ -49,13 +48,10 @@ class Build:
     def __init__(self, recipe: Recipe, workers: int = 1, part: Part = None):
         """UserError for what is wrong with inputs, filters or a given tokenizer, before any work.
         """
-        self.out, self._recipe, self._workers = Path(recipe.out), recipe, workers
-        self._part = part
-        for corpus in recipe.corpora:
-            check_outside(corpus.inputs, recipe.out)
+        self.out, self._recipe, self._workers, self._part = Path(recipe.out), recipe, workers, part
         self._units = {corpus.name: [[replace(extent, read=corpus.read) for extent in unit]
                                      for unit in plan_whole(
-            list(corpus.inputs), corpus.read, recipe.unit_bytes, workers=workers,
+            list(corpus.inputs), corpus.read, recipe.unit_bytes, recipe.out, workers=workers,
             skip_bad_files=recipe.skip_bad_files, max_bad=recipe.max_bad,
             is_divided=bool(corpus.documents))] for corpus in recipe.corpora}
         check_named_once(list(map(extents_of, self._units.values())))
@@ -71,8 +67,13 @@ class Build:
 
     def run(self) -> None:
         """Do what is not done, and write OUT/corpus.json, by which a run finds all of it."""
-        self._identify()
-        recipe, everything = self._recipe, list(chain.from_iterable(self._units.values()))
+        recipe = self._recipe
+        self.out.mkdir(parents=True, exist_ok=True)
+        units = identified(list(chain.from_iterable(self._units.values())), self.out)  # hashed once
+        write_atomic(self.out / ".inputs.json", json.dumps(inputs_of(units), indent=0))
+        everything = list(units.values())
+        named = iter(everything)
+        self._units = {name: [next(named) for _ in units] for name, units in self._units.items()}
         tokenizer = self._made("tokenizer", self._make_tokenizer, everything)
         if recipe.dedup:
             self._made("duplicates", find_duplicates, everything, self.out / "duplicates",
@@ -88,15 +89,16 @@ class Build:
             for seq_len in recipe.seq_len:
                 self._made(f"{target}, sequences of {seq_len}", pack_corpus, target, tokenizer,
                            seq_len, workers=self._workers)
-        self._finish()
-
-    def _identify(self) -> None:
-        """Hash the inputs once for all stages."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        units = identified(list(chain.from_iterable(self._units.values())), self.out)
-        write_atomic(self.out / ".inputs.json", json.dumps(inputs_of(units), indent=0))
-        named = iter(units.values())
-        self._units = {name: [next(named) for _ in units] for name, units in self._units.items()}
+        corpora, manifests = recipe.corpora, self.manifests()
+        tokens = [float(manifests[self.targets(corpus)[0]].tokens) for corpus in corpora]
+        weights = [corpus.weight for corpus in corpora] if corpora[0].weight else \
+            temperature_weights(tokens, recipe.mixture_temperature)
+        heldout = {corpus.name: f"heldout/{corpus.name}" for corpus in corpora
+                   if self.targets(corpus)[1:]}
+        sources = {f"train/{corpus.name}": weight
+                   for corpus, weight in zip(corpora, weights, strict=True)}
+        write_atomic(self.out / BUILT, json.dumps(asdict(Built(sources, heldout, "tokenizer")),
+                                                  indent=1) + "\n")
 
     def _made(self, what: str, make: Callable, *args, **options) -> Any:
         """Return what `make` returns, and say how long it took."""
@@ -167,18 +169,6 @@ class Build:
         """Return what was made: the manifest of each directory."""
         return {target: read_manifest(target)[0] for corpus in self._recipe.corpora
                 for target in self.targets(corpus)}
-
-    def _finish(self) -> None:
-        corpora, manifests = self._recipe.corpora, self.manifests()
-        tokens = [float(manifests[self.targets(corpus)[0]].tokens) for corpus in corpora]
-        weights = [corpus.weight for corpus in corpora] if corpora[0].weight else \
-            temperature_weights(tokens, self._recipe.mixture_temperature)
-        heldout = {corpus.name: f"heldout/{corpus.name}" for corpus in corpora
-                   if self.targets(corpus)[1:]}
-        sources = {f"train/{corpus.name}": weight
-                   for corpus, weight in zip(corpora, weights, strict=True)}
-        write_atomic(self.out / BUILT, json.dumps(asdict(Built(sources, heldout, "tokenizer")),
-                                                  indent=1) + "\n")
 
     def plan(self) -> list[str]:
         """Return what a build would do: inputs and stages."""

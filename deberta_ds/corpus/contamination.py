@@ -22,18 +22,10 @@ import xxhash
 
 from deberta_ds.base.errors import UserError, still_at_work
 from deberta_ds.base.files import read_json, typed, write_atomic
+from deberta_ds.corpus import findings
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, plan_units
-from deberta_ds.corpus.findings import (
-    FINDINGS_VERSION,
-    check_any_read,
-    finish_findings,
-    merge_found,
-    number_of,
-    read_counted,
-    save_found,
-)
-from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
-from deberta_ds.corpus.units import job, run_units
+from deberta_ds.corpus.findings import FOUND, merge_found, number_of, save_found
+from deberta_ds.corpus.units import Part, check_unchanged, extents_of, identified, job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.files.tables import TABLE_KINDS, read_table, text_lines
@@ -72,12 +64,12 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
         [extents_of(plan_units(against, ReadOptions()))], out).items()
     kinds = {extent.path: extent.kind for extent in evaluation}  # a large file has many extents
     units = identified(planned, out, part)
-    description = {"version": FINDINGS_VERSION, "read": asdict(read),
+    description = {"version": findings.FINDINGS_VERSION, "read": asdict(read),
                    "text_rules": TEXT_RULES_VERSION, "against": against_digest, "words": words}
     with job(out, description, finished=MANIFEST, part=part, units=units) as is_done:
         if not is_done:
             with still_at_work(lambda: "reading the evaluation files"):
-                firsts, searched = _save_grams(out, kinds, words)
+                firsts, examples = _save_grams(out, kinds, words)
             check_unchanged(evaluation)
             met: set[int] = set()
             own: set[int] = set()  # by words of their own
@@ -90,18 +82,17 @@ def find_contamination(planned: list[list[Extent]], against: list[str], out: str
             jobs = {name: (str(out), name, unit, read) for name, unit in units.items()}
             results = run_units(out, search_unit, jobs, workers=workers, label="search", part=part,
                                 keep=keep)
-            if results is None:
+            if part:
                 return None
-            check_any_read(results)
-            report = _report(list(kinds), firsts, searched, met, own, results)
+            findings.check_any_read(results)
+            report = _report(firsts, examples, met, own, results)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
-            extents = extents_of(units.values())
-            numbers = number_of(extents)
+            numbers = number_of(extents_of(units.values()))
             merge_found(out, "", len(numbers), {
                 name: [numbers[source] for source in number_of(unit)]
                 for name, unit in units.items()})
-            finish_findings(out, extents, read, "contaminated", counts)
+            findings.finish_findings(out, units, read, "contaminated", counts)
     values = read_json(out / REPORT)
     try:
         return typed(Contamination, values)
@@ -152,26 +143,24 @@ def _texts_in(value) -> Iterator[str]:
 
 
 def _save_grams(out: Path, kinds: dict[str, str], count: int
-                ) -> tuple[list[int], list[list[int]]]:
+                ) -> tuple[list[int], dict[str, list[int]]]:
     """Write the n-grams of all examples of {file: kind}; return (the first example of each file,
-    [how many of its examples are searched for, how many it has]).
+    the `examples` of a report, as long as nothing is found).
 
     lengths.npy: words of an n-gram, all that occur; for each of them grams-N.npy, sorted hashes,
     and owners-N.npy, the example that each is of.
     """
     found: dict[int, tuple[array, array]] = {}
-    example, firsts, searched = 0, [], []
+    example, firsts, examples = 0, [], {path: [0, 0, 0, 0] for path in kinds}
     for path, kind in kinds.items():
         firsts.append(example)
-        searched.append([0, 0])
         for texts in _strings(path, kind):
             grams = list(_example_grams(texts, count))
             for length, gram in grams:
                 hashes, owners = found.setdefault(length, (array("Q"), array("q")))
                 hashes.append(gram)
                 owners.append(example)
-            searched[-1][0] += bool(grams)
-            searched[-1][1] += 1
+            examples[path][0 if grams else 2] += 1
             example += 1
     if not found:
         raise UserError("the evaluation files hold no text of "
@@ -183,7 +172,7 @@ def _save_grams(out: Path, kinds: dict[str, str], count: int
         save_array(out / f"grams-{length}.npy", hashes_of[order])
         save_array(out / f"owners-{length}.npy", owners_of[order])
     save_array(out / "lengths.npy", np.array(lengths))
-    return firsts, searched
+    return firsts, examples
 
 
 def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]]:
@@ -205,7 +194,7 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
     places: list[tuple[int, int]] = []
     samples: list[dict] = []
     counts: dict = {}
-    for documents, firsts, words in _batches(read_counted(unit, read, counts)):
+    for documents, firsts, words in _batches(findings.read_normalized(unit, read, counts)):
         found: dict[int, tuple[int, str]] = {}
         for place, example, matching in hits(words, tables):
             found.setdefault(bisect_right(firsts, place) - 1, (example, matching))
@@ -215,14 +204,13 @@ def search_unit(out: str, name: str, unit: list[Extent], read: ReadOptions) -> d
             if len(samples) < _SAMPLES:
                 samples.append({"document": document.offset(), "example": example,
                                 "words": matching})
-    pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
-    save_found(out, name, pairs[:, 0], pairs[:, 1])
+    save_found(out, name, np.array(places, FOUND))
     examples, own = (sorted(set().union(*(grams.examples_met(most) for grams in tables)))
                      for most in (1 << 62, MANY))
     return counts | {"found": len(places), "examples": examples, "own": own, "samples": samples}
 
 
-def _batches(source: Iterable[Document]
+def _batches(source: Iterable[tuple[Document, str]]
              ) -> Iterator[tuple[list[Document], list[int], list[str]]]:
     """Yield (documents, the first word of each, words), many short documents at a time: NumPy takes
     as long to be called as to hash some hundred words. _END stands behind each document.
@@ -230,11 +218,9 @@ def _batches(source: Iterable[Document]
     documents: list[Document] = []
     firsts: list[int] = []
     words: list[str] = []
-    for document in source:
+    for document, text in source:
         firsts.append(len(words))
-        with suppress(BadTextError):
-            words += words_of(normalize(document.text))
-        words.append(_END)
+        words += [*words_of(text), _END]
         documents.append(document._replace(text=""))
         if len(words) >= _BATCH_WORDS:
             yield documents, firsts, words
@@ -283,10 +269,9 @@ def hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str
             yield place, example, " ".join(words[place : place + grams.length])
 
 
-def _report(names: list[str], firsts: list[int], searched: list[list[int]], met: set[int],
-            own: set[int], results: list[dict]) -> Contamination:
-    examples = {name: [count, 0, of - count, 0] for name, (count, of) in zip(
-        names, searched, strict=True)}
+def _report(firsts: list[int], examples: dict[str, list[int]], met: set[int], own: set[int],
+            results: list[dict]) -> Contamination:
+    names = list(examples)
     for example in met:
         counts = examples[names[bisect_right(firsts, example) - 1]]
         counts[1] += 1

@@ -12,7 +12,6 @@ Duplicates across corpora are found by one call over all of them (findings.py).
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,23 +20,13 @@ import numpy as np
 import xxhash
 
 from deberta_ds.base.errors import UserError, of_extra
+from deberta_ds.corpus import findings
 from deberta_ds.corpus.documents import Extent, ReadOptions
-from deberta_ds.corpus.findings import (
-    FINDINGS_VERSION,
-    FOUND,
-    Findings,
-    check_any_read,
-    finish_findings,
-    merge_found,
-    number_of,
-    read_counted,
-    save_found,
-)
-from deberta_ds.corpus.identity import Part, digest_of, extents_of, identified
-from deberta_ds.corpus.units import job, run_units
+from deberta_ds.corpus.findings import FOUND, Findings, merge_found, number_of, save_found
+from deberta_ds.corpus.units import Part, digest_of, extents_of, identified, job, run_units
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, save_array
-from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, UNSPACED, BadTextError, normalize
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, UNSPACED
 
 # Near duplicates: which pairs of documents are looked at, and how similar they are.
 #
@@ -61,11 +50,8 @@ def near_bands(threshold: float) -> tuple[int, int]:
         raise UserError(f"--near {threshold}: must be in [0.3, 1)")
     with of_extra("neardup", "--near"):
         import datasketch  # noqa: F401
-    for entries in range(PERMUTATIONS, 1, -1):
-        bands = PERMUTATIONS // entries
-        if 1 - (1 - threshold**entries) ** bands >= _RECALL:
-            return bands, entries
-    return PERMUTATIONS, 1
+    return next((PERMUTATIONS // entries, entries) for entries in range(PERMUTATIONS, 0, -1)
+                if 1 - (1 - threshold**entries) ** (PERMUTATIONS // entries) >= _RECALL)
 
 
 def signer() -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
@@ -85,13 +71,6 @@ def signer() -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
         return minhash.hashvalues.astype("<u4"), hashes[:SKETCH_HASHES]
 
     return sign
-
-
-def band_keys(signatures: np.ndarray, bands: tuple[int, int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield (band, 64-bit key of each signature's entries in that band)."""
-    for band in range(bands[0]):
-        part = np.ascontiguousarray(signatures[:, band * bands[1] : (band + 1) * bands[1]])
-        yield band, [xxhash.xxh3_64_intdigest(row.tobytes(), seed=band) for row in part]
 
 
 def similarity(first: np.ndarray, second: np.ndarray) -> float:
@@ -148,7 +127,7 @@ def find_duplicates(planned: list[list[Extent]], out: str | Path, *, read: ReadO
     out = Path(out)
     bands = near_bands(near_threshold) if near_threshold else (0, 0)
     units = identified(planned, out, part)
-    description = {"version": FINDINGS_VERSION, "read": asdict(read),
+    description = {"version": findings.FINDINGS_VERSION, "read": asdict(read),
                    "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold,
                    "bands": list(bands)}
     with job(out, description, finished=MANIFEST, part=part, units=units) as is_done:
@@ -156,7 +135,7 @@ def find_duplicates(planned: list[list[Extent]], out: str | Path, *, read: ReadO
             counts = _search(out, units, read, near_threshold, bands, workers, part)
             if not counts:
                 return {}
-            finish_findings(out, extents_of(units.values()), read, "duplicate", counts)
+            findings.finish_findings(out, units, read, "duplicate", counts)
     return Findings(out).counts
 
 
@@ -172,19 +151,19 @@ def _search(out: Path, units: dict[str, list[Extent]], read: ReadOptions, thresh
     jobs: dict[str, tuple] = {name: (str(out), name, unit, read, bands)
                               for name, unit in units.items()}
     hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash", part=part)
-    if hashed is None:
+    if part:
         return {}
     tables = [(name, [numbers[source] for source in number_of(unit)])
               for unit, result in zip(units.values(), hashed, strict=True)
               for name in result["tables"]]
-    check_any_read(hashed)
-    documents = sum(result["documents"] for result in hashed)
-    exact, digest = -(-documents // BUCKET_DOCUMENTS), digest_of(units)
+    findings.check_any_read(hashed)
+    documents, digest = sum(result["documents"] for result in hashed), digest_of(units)
+    exact = -(-documents // BUCKET_DOCUMENTS) if tables else 0  # of texts that are not empty
     jobs = {f"{digest}-exact-{bucket:05d}": (str(out), digest, tables, bucket, exact)
             for bucket in range(exact)}
     run_units(out, exact_bucket, jobs, workers=workers, label="exact")
     exact_count = merge_found(out, f"{digest}-exact", len(numbers))
-    close = -(-documents * bands[0] // NEAR_BUCKET_KEYS)  # each document once a band
+    close = -(-documents * bands[0] // NEAR_BUCKET_KEYS) if tables else 0  # each once a band
     jobs = {f"{digest}-near-{bucket:05d}": (str(out), digest, tables, bucket, close, threshold)
             for bucket in range(close)}
     run_units(out, near_bucket, jobs, workers=workers, label="near")
@@ -203,22 +182,15 @@ def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands:
     counts: dict = {}
 
     def flush() -> None:
-        if not rows:
-            return
-        table_name = f"{name}-{len(tables):03d}"
+        tables.append(f"{name}-{len(tables):03d}")
         table = np.array(rows, dtype=_HASH)
-        order = np.lexsort((table["where"], table["file"], table["low"], table["high"]))
-        save_array(_table(out, "hashes", table_name), table[order])
+        save_array(_table(out, "hashes", tables[-1]), _ordered(table))
         if sign:
-            _save_signed(out, table_name, signed, table, bands)
-        tables.append(table_name)
+            _save_signed(out, tables[-1], signed, table, bands)
         rows.clear()
         signed.clear()
 
-    for document in read_counted(unit, read, counts):
-        text = ""
-        with suppress(BadTextError):  # tokenize_corpus will complain, as of an unreadable document
-            text = normalize(document.text)
+    for document, text in findings.read_normalized(unit, read, counts):
         if not text:
             continue
         digest = xxhash.xxh3_128_intdigest(text.encode())
@@ -227,47 +199,42 @@ def hash_unit(out: str, name: str, unit: list[Extent], read: ReadOptions, bands:
             signed.append(sign(text))
         if len(rows) == PART_DOCUMENTS:
             flush()
-    flush()
+    if rows:
+        flush()
     return counts | {"tables": tables}
 
 
 def _save_signed(out: str, name: str, signed: list, table: np.ndarray, bands: tuple) -> None:
-    signatures = np.array([signature for signature, _ in signed], dtype="<u4")
+    signatures, sketches = np.array([one[0] for one in signed]), [one[1] for one in signed]
     save_array(_table(out, "signatures", name), signatures)
-    save_array(_table(out, "sketches", name), np.concatenate([sketch for _, sketch in signed]))
-    ends = np.cumsum([len(sketch) for _, sketch in signed], dtype="<i8")
-    save_array(_table(out, "sketch_ends", name), ends)
-    found = np.empty(len(signed), dtype=FOUND)
-    found["file"], found["where"] = table["file"], table["where"]
-    save_array(_table(out, "places", name), found)
+    save_array(_table(out, "sketches", name), np.concatenate(sketches))
+    save_array(_table(out, "sketch_ends", name), np.cumsum(list(map(len, sketches)), dtype="<i8"))
+    save_array(_table(out, "places", name), table[["file", "where"]].astype(FOUND))
     keys = np.empty(len(signed) * bands[0], dtype=_BAND)
-    for band, values in band_keys(signatures, bands):
+    for band in range(bands[0]):  # its key: a hash of a signature's entries in it
         part = keys[band * len(signed) : (band + 1) * len(signed)]
-        part["high"], part["low"], part["row"] = values, band, np.arange(len(signed))
+        part["high"] = [xxhash.xxh3_64_intdigest(row.tobytes(), seed=band)
+                        for row in signatures[:, band * bands[1] : (band + 1) * bands[1]]]
+        part["low"], part["row"] = band, np.arange(len(signed))
     order = np.lexsort((keys["row"], keys["low"], keys["high"]))
     save_array(_table(out, "bands", name), keys[order])
 
 
 def exact_bucket(out: str, digest: str, tables: list[Table], bucket: int, count: int) -> dict:
     """Write the duplicates among the hashes of one bucket; all but the first of each group."""
-    parts = []
-    for number, part in _bucket_parts(out, "hashes", tables, bucket, count):
+    parts = list(_bucket_parts(out, "hashes", tables, bucket, count))
+    for number, part in parts:
         part["file"] = np.array(tables[number][1])[part["file"]]
-        parts.append(part)
-    if not parts:  # all documents are empty
-        return {}
-    table = np.concatenate(parts)
-    table = table[np.lexsort((table["where"], table["file"], table["low"], table["high"]))]
+    table = _ordered(np.concatenate([part for _, part in parts]))
     later = np.flatnonzero(_same_as_before(table)) + 1
-    save_found(out, f"{digest}-exact-{bucket:05d}", table["file"][later], table["where"][later])
+    found = table[["file", "where"]][later].astype(FOUND)
+    save_found(out, f"{digest}-exact-{bucket:05d}", found)
     return {}
 
 
 def near_bucket(out: str, digest: str, tables: list[Table], bucket: int, count: int,
                 threshold: float) -> dict:
     """Write the near duplicates among the band keys of one bucket."""
-    if not tables:
-        return {}
     numbers, parts = zip(*_bucket_parts(out, "bands", tables, bucket, count), strict=True)
     keys = np.concatenate(parts)
     table_of = np.repeat(np.array(numbers), [len(part) for part in parts])
@@ -287,8 +254,7 @@ def near_bucket(out: str, digest: str, tables: list[Table], bucket: int, count: 
             if group.has(documents.signatures[item], documents.sketches[item]):
                 later.append(item)
         found.append(documents.places[later])
-    places = np.unique(np.concatenate(found))
-    save_found(out, f"{digest}-near-{bucket:05d}", places["file"], places["where"])
+    save_found(out, f"{digest}-near-{bucket:05d}", np.unique(np.concatenate(found)))
     return {}
 
 
@@ -329,6 +295,11 @@ def _bucket_parts(out: str, kind: str, tables: list[Table], bucket: int, count: 
         last = bucket + 1 == count
         high = len(table) if last else int(np.searchsorted(table["high"], np.uint64(high_edge)))
         yield number, np.array(table[low:high])
+
+
+def _ordered(table: np.ndarray) -> np.ndarray:
+    """Return hashes in order, equal ones by their places."""
+    return table[np.lexsort((table["where"], table["file"], table["low"], table["high"]))]
 
 
 def _same_as_before(table: np.ndarray) -> np.ndarray:

@@ -14,14 +14,13 @@ import glob
 import itertools
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import xxhash
 
-from deberta_ds.base.errors import UserError, looked_in, naming
+from deberta_ds.base.errors import UserError, listed, looked_in, naming, tell
 from deberta_ds.base.user_code import is_own
 from deberta_ds.files.inputs import (
     COMPRESSED_SUFFIXES,
@@ -159,28 +158,24 @@ def whole_inputs(inputs: list[str], options: ReadOptions, unit_bytes: int = 0
                         f"{options.max_document_bytes}: sizes must be positive")
     skipped: list[str] = []
     given = [list(_whole_inputs(name, options, skipped)) for name in inputs]
-    extents = list(itertools.chain.from_iterable(given))
     if skipped:
-        more = ", ..." if len(skipped) > 5 else ""
-        print(f"note: {len(skipped)} files of unknown kind skipped: "
-              f"{', '.join(skipped[:5])}{more}", file=sys.stderr, flush=True)
+        tell(f"note: {len(skipped)} files of unknown kind skipped: {listed(skipped)}")
     check_named_once([[extent for extent, _ in found] for found in given])
-    if not extents:
+    if not any(given):
         raise UserError(f"no input files in {' '.join(inputs)}")
-    return extents
+    return list(itertools.chain.from_iterable(given))
 
 
 def check_named_once(given: list[list[Extent]]) -> None:
     """Raise UserError if two inputs name one file; within one, names may be links to one."""
     named: dict[str, tuple[int, str]] = {}
-    for number, extents in enumerate(given):
-        for extent in extents:
-            place = extent.source if "://" in extent.path or extent.kind == "stream" else \
-                os.path.realpath(extent.path)
-            before, name = named.setdefault(place, (number, extent.path))
-            if before != number:
-                raise UserError(f"{extent.path}: named twice among the inputs (as {name}); name "
-                                "it once")
+    for number, extent in ((number, one) for number, found in enumerate(given) for one in found):
+        place = extent.source if "://" in extent.path or extent.kind == "stream" else \
+            os.path.realpath(extent.path)
+        before, name = named.setdefault(place, (number, extent.path))
+        if before != number:
+            raise UserError(f"{extent.path}: named twice among the inputs (as {name}); name it "
+                            "once")
 
 
 def _whole_inputs(name: str, options: ReadOptions, skipped: list[str]
@@ -194,52 +189,47 @@ def _whole_inputs(name: str, options: ReadOptions, skipped: list[str]
         for index in range(count):
             yield Extent(name, "stream", index, count, revision), _LARGEST_UNIT
         return
-    found = _remote_files(name) if "://" in name else _named_files(name)
+    found = _remote_files(name) if "://" in name else _local_files(name)
     for path, size, state in found:
-        kind = input_kind(path)
-        if kind is None and path == name:
+        if kind := input_kind(path):
+            yield Extent(path, kind, 0, size, state, "" if "://" in name else state), size
+        elif path == name:
             raise UserError(f"{path}: unknown kind of file; known are {' '.join(_KINDS)}, each "
                             f"also with {' '.join(COMPRESSED_SUFFIXES)}; rename plain text, convert"
                             " others")
-        if kind is None:
-            skipped.append(path)
         else:
-            yield Extent(path, kind, 0, size, state, "" if "://" in name else state), size
+            skipped.append(path)
 
 
-def _named_files(name: str) -> Iterator[tuple[str, int, str]]:
+def _local_files(name: str) -> list[tuple[str, int, str]]:
+    """Return (path, size, state) of the files that a local file, directory or pattern names."""
     paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
     if not paths:
         raise UserError(f"{name}: no such file or directory{looked_in(name)}")
-    seen = set()  # "**" gives directories and what is in them
-    for path in paths:
-        for found in _local_files(path):
-            place = os.path.normpath(found[0])
-            if place not in seen:
-                seen.add(place)
-                yield found
-
-
-def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (path, size, state) of a file, or of all below a directory but hidden ones."""
-    if not os.path.isdir(path):
+    found: dict[str, tuple[str, int, str]] = {}  # "**" gives directories and what is in them
+    for path in itertools.chain.from_iterable(map(_below, paths)):
         try:
             path.encode()
         except UnicodeEncodeError:
             raise UserError(f"{ascii(path)}: its name is not UTF-8; rename the file") from None
         status = os.stat(path)
-        yield path, status.st_size, stamp_of(status)
+        found.setdefault(os.path.normpath(path), (path, status.st_size, stamp_of(status)))
+    return list(found.values())
+
+
+def _below(path: str) -> Iterator[str]:
+    """Yield a file, or all below a directory but hidden ones."""
+    if not os.path.isdir(path):
+        yield path
         return
-    for name in _data_names(sorted(name for name in os.listdir(path) if not name.startswith("."))):
-        yield from _local_files(os.path.join(path, name))
+    for name in _data_names(sorted(name for name in os.listdir(path) if name[0] != ".")):
+        yield from _below(os.path.join(path, name))
 
 
 def _data_names(names: list[str]) -> list[str]:
     """Return the names in one directory without those by which save_to_disk describes a dataset."""
-    names = [name for name in names if name != "dataset_dict.json"]
-    if {"state.json", "dataset_info.json"} <= set(names):
-        names = [name for name in names if name.endswith(".arrow")]
-    return names
+    suffix = ".arrow" if {"state.json", "dataset_info.json"} <= set(names) else ""
+    return [name for name in names if name.endswith(suffix) and name != "dataset_dict.json"]
 
 
 def _remote_files(name: str) -> list[tuple[str, int, str]]:
@@ -247,12 +237,12 @@ def _remote_files(name: str) -> list[tuple[str, int, str]]:
     with reached(name, "cannot be listed", "check the address and the credentials"):
         filesystem, path = file_system(name)
         root = path.rstrip("/")
-        if any(mark in path for mark in "*?["):
+        if glob.has_magic(path):
             root = re.split(r"[*?[]", path)[0].rpartition("/")[0]
             paths = [p for p in filesystem.glob(path) if filesystem.isfile(p)]
         else:
             paths = filesystem.find(path) if filesystem.exists(path) else []
-            paths = _without_notes(paths, root)
+            paths = paths if paths == [root] else _without_notes(paths)
         if "/." not in path[len(root):]:  # a pattern may ask for hidden ones
             paths = [p for p in paths if "/." not in p[len(root):]]
         details = [filesystem.info(p) for p in sorted(paths)]
@@ -267,13 +257,10 @@ def _remote_files(name: str) -> list[tuple[str, int, str]]:
             for detail in details]
 
 
-def _without_notes(paths: list[str], root: str) -> list[str]:
-    """Return the files below `root` (or `root` itself, a file) that `_data_names` keeps."""
-    if paths == [root]:
-        return paths
+def _without_notes(paths: list[str]) -> list[str]:
+    """Return the paths whose names `_data_names` keeps."""
     names: dict[str, list[str]] = {}
-    for path in paths:
-        directory, _, name = path.rpartition("/")
+    for directory, _, name in (path.rpartition("/") for path in paths):
         names.setdefault(directory, []).append(name)
     return [f"{directory}/{name}" for directory, found in names.items()
             for name in _data_names(found)]
@@ -288,7 +275,15 @@ def split(extent: Extent, size: int, limit: int, options: ReadOptions
           ) -> Iterator[tuple[Extent, int]]:
     """Yield (extent, its bytes) of the parts, of about `limit` bytes, of a file that can be cut."""
     if extent.kind == "parquet":
-        yield from _split_parquet(extent)
+        import pyarrow.parquet
+
+        with naming(extent.path), open_seekable(extent.path) as file:
+            metadata = pyarrow.parquet.ParquetFile(file).metadata
+        if not metadata.num_row_groups:
+            yield replace(extent, end=0), 0
+        for group in range(metadata.num_row_groups):
+            size = metadata.row_group(group).total_byte_size
+            yield replace(extent, start=group, end=group + 1), size
         return
     whole = (is_compressed(extent.path) or extent.kind not in ("text", "json")
              or extent.path.startswith("http"))  # not every server gives a part of a file
@@ -301,15 +296,3 @@ def split(extent: Extent, size: int, limit: int, options: ReadOptions
     edges = [size * part // parts for part in range(parts + 1)]
     for start, end in zip(edges, edges[1:], strict=False):
         yield replace(extent, start=start, end=end), end - start
-
-
-def _split_parquet(extent: Extent) -> Iterator[tuple[Extent, int]]:
-    import pyarrow.parquet
-
-    with naming(extent.path), open_seekable(extent.path) as file:
-        metadata = pyarrow.parquet.ParquetFile(file).metadata
-    if not metadata.num_row_groups:
-        yield replace(extent, end=0), 0
-    for group in range(metadata.num_row_groups):
-        size = metadata.row_group(group).total_byte_size
-        yield replace(extent, start=group, end=group + 1), size

@@ -151,7 +151,6 @@ class Cleaner:
     def __init__(self, clean: CleanOptions, is_read: bool):
         """`is_read`: somebody reads the normalized text; else it is not made."""
         self._clean, self._is_read = clean, is_read
-        self._takes_all = clean.min_characters <= 1 and not clean.min_letter_share
         self.counts = dict.fromkeys(COUNTS, 0)
         self.problems: list[str] = []
 
@@ -159,32 +158,26 @@ class Cleaner:
         """Return the normalized text of each document (the raw one where nobody reads it), or ""
         (and count why) for those that are left out; UserError where too many are bad.
         """
-        if not any([document.problem for document in documents]):
-            with suppress(BadTextError):  # in one of them: which, is found below
+        problem = next(filter(None, [document.problem for document in documents]), "")
+        if not problem:
+            try:
                 texts, removed = self._looked_at([document.text for document in documents])
                 self.counts["removed_characters"] += removed
-                return texts if self._takes_all and all(texts) else list(map(self._kept, texts))
-        return list(map(self._one, documents))
+                return list(map(self._kept, texts))
+            except BadTextError as error:
+                problem = str(error)
+        if len(documents) > 1:  # which of them is it?
+            return [self.texts([document])[0] for document in documents]
+        self.counts["bad"] += 1
+        if len(self.problems) < _PROBLEMS_NAMED:
+            self.problems.append(f"{documents[0].place()}: {problem}")
+        check_problems(self.problems, self.counts["bad"], self._clean)
+        return [""]
 
     def _looked_at(self, texts: list[str]) -> tuple[list[str], int]:
         if self._is_read:
             return normalize_all(texts)
         return [text if has_text(text) else "" for text in texts], 0
-
-    def _one(self, document: Document) -> str:
-        problem = document.problem
-        if not problem:
-            try:
-                (text,), removed = self._looked_at([document.text])
-                self.counts["removed_characters"] += removed
-                return self._kept(text)
-            except BadTextError as error:
-                problem = str(error)
-        self.counts["bad"] += 1
-        if len(self.problems) < _PROBLEMS_NAMED:
-            self.problems.append(f"{document.place()}: {problem}")
-        check_problems(self.problems, self.counts["bad"], self._clean)
-        return ""
 
     def _kept(self, text: str) -> str:
         if not text:

@@ -7,8 +7,9 @@ arXiv 2406.17557, section 3.6). They were chosen on English pages.
 
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base.errors import ConfigError, UserError, of_extra
@@ -16,9 +17,11 @@ from deberta_ds.base.user_code import is_own, split
 from deberta_ds.config.options import STRICT, option, validate
 from deberta_ds.config.toml_files import read_toml
 
+Count = Annotated[int, Field(ge=0)]
+Number = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Rule = Literal["language", "lines", "c4", "gopher", "repetition", "fineweb", "personal"]
 PersonalKind = Literal["email", "ip", "phone", "card", "iban"]
-PERSONAL_KINDS: tuple[PersonalKind, ...] = get_args(PersonalKind)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -27,8 +30,7 @@ class LanguageRule:
 
     keep: tuple[str, ...] = option("ISO 639-1 codes of the languages to keep, such as en; empty: "
                                    "all", ())
-    probability: float = option("smallest probability of the most likely language", 0.65, ge=0,
-                                le=1)
+    probability: Share = option("smallest probability of the most likely language", 0.65)
     characters: int = option("characters of a document that are examined", 2000, ge=50)
     label: bool = option("count documents without a label by their language", False)
 
@@ -37,9 +39,9 @@ class LanguageRule:
 class LineRules:
     """Which lines are taken out of a document; C4's."""
 
-    min_words: int = option("fewest words of a line; 0: any number", 3, ge=0)
-    max_word_characters: int = option("longest word of a line, in characters; 0: any length", 1000,
-                                      ge=0)
+    min_words: Count = option("fewest words of a line; 0: any number", 3)
+    max_word_characters: Count = option("longest word of a line, in characters; 0: any length",
+                                        1000)
     end_mark: bool = option("a line must end in one of . ? ! or a quotation mark, or in the "
                             "equivalent of its script", True)
     phrases: tuple[str, ...] = option("remove lines with one of these phrases, in any case", (
@@ -53,7 +55,7 @@ class LineRules:
 class C4Rules:
     """C4's rules for a document; its rules for lines are `lines`, which comes before."""
 
-    min_sentences: int = option("fewest sentences of a document after the lines rule", 5, ge=0)
+    min_sentences: Count = option("fewest sentences of a document after the lines rule", 5)
     phrases: tuple[str, ...] = option("remove documents with one of these phrases, in any case",
                                       ("lorem ipsum", "{"))
 
@@ -62,22 +64,18 @@ class C4Rules:
 class GopherRules:
     """Gopher's quality rules. In scripts without spaces each character is a word."""
 
-    min_words: int = option("fewest words of a document", 50, ge=0)
-    max_words: int = option("most words of a document; 0: any number", 100_000, ge=0)
-    min_word_characters: float = option("smallest mean word length, in scripts with spaces", 3.0,
-                                        ge=0)
-    max_word_characters: float = option("largest mean word length, in scripts with spaces; 0: any "
-                                        "length", 10.0, ge=0)
-    max_symbol_share: float = option("most hash signs per word, and most ellipses per word", 0.1,
-                                     ge=0)
-    max_bullet_share: float = option("largest share of lines that begin with a bullet", 0.9, ge=0,
-                                     le=1)
-    max_ellipsis_share: float = option("largest share of lines that end in an ellipsis", 0.3, ge=0,
-                                       le=1)
-    min_letter_word_share: float = option("smallest share of words (text between spaces) with a "
-                                          "letter", 0.8, ge=0, le=1)
-    min_stop_words: int = option("fewest different stop words, in scripts with spaces; 0 for a "
-                                 "language without a list", 2, ge=0)
+    min_words: Count = option("fewest words of a document", 50)
+    max_words: Count = option("most words of a document; 0: any number", 100_000)
+    min_word_characters: Number = option("smallest mean word length, in scripts with spaces", 3.0)
+    max_word_characters: Number = option("largest mean word length, in scripts with spaces; 0: any "
+                                         "length", 10.0)
+    max_symbol_share: Number = option("most hash signs per word, and most ellipses per word", 0.1)
+    max_bullet_share: Share = option("largest share of lines that begin with a bullet", 0.9)
+    max_ellipsis_share: Share = option("largest share of lines that end in an ellipsis", 0.3)
+    min_letter_word_share: Share = option("smallest share of words (text between spaces) with a "
+                                          "letter", 0.8)
+    min_stop_words: Count = option("fewest different stop words, in scripts with spaces; 0 for a "
+                                   "language without a list", 2)
     stop_words: tuple[str, ...] = option("stop words of the language", (
         "the", "be", "to", "of", "and", "that", "have", "with"))
 
@@ -86,17 +84,15 @@ class GopherRules:
 class RepetitionRules:
     """Gopher's repetition rules: shares of lines, paragraphs and characters."""
 
-    max_line_share: float = option("largest share of lines that repeat an earlier line", 0.3, ge=0,
-                                   le=1)
-    max_paragraph_share: float = option("largest share of paragraphs that repeat an earlier "
-                                        "paragraph", 0.3, ge=0, le=1)
-    max_line_characters: float = option("largest share of characters in repeated lines", 0.2, ge=0,
-                                        le=1)
-    max_paragraph_characters: float = option("largest share of characters in repeated paragraphs",
-                                             0.2, ge=0, le=1)
-    max_top_ngram: tuple[float, float, float] = option("largest share of characters in the most "
-                                                       "frequent n-gram of 2, 3, 4 words",
-                                                       (0.2, 0.18, 0.16))
+    max_line_share: Share = option("largest share of lines that repeat an earlier line", 0.3)
+    max_paragraph_share: Share = option("largest share of paragraphs that repeat an earlier "
+                                        "paragraph", 0.3)
+    max_line_characters: Share = option("largest share of characters in repeated lines", 0.2)
+    max_paragraph_characters: Share = option("largest share of characters in repeated paragraphs",
+                                             0.2)
+    max_top_ngram: tuple[float, float, float] = option(
+        "largest share of characters in the most frequent n-gram of 2, 3, 4 words",
+        (0.2, 0.18, 0.16))
     max_repeated_ngram: tuple[float, float, float, float, float, float] = option(
         "largest share of characters in repeated n-grams of 5, 6, ... 10 words",
         (0.15, 0.14, 0.13, 0.12, 0.11, 0.10))
@@ -106,14 +102,13 @@ class RepetitionRules:
 class FinewebRules:
     """FineWeb's own rules."""
 
-    min_end_mark_share: float = option("smallest share of lines that end in a punctuation mark",
-                                       0.12, ge=0, le=1)
-    max_short_line_share: float = option("largest share of lines of at most short_line characters",
-                                         0.67, ge=0, le=1)
+    min_end_mark_share: Share = option("smallest share of lines that end in a punctuation mark",
+                                       0.12)
+    max_short_line_share: Share = option("largest share of lines of at most short_line characters",
+                                         0.67)
     short_line: int = option("length of a short line, in characters", 30, ge=1)
-    max_repeated_characters: float = option("largest share of characters in repeated lines", 0.01,
-                                            ge=0, le=1)
-    max_lines_a_word: float = option("most line ends per word; more is a list", 0.3, ge=0)
+    max_repeated_characters: Share = option("largest share of characters in repeated lines", 0.01)
+    max_lines_a_word: Number = option("most line ends per word; more is a list", 0.3)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -124,7 +119,7 @@ class PersonalRule:
                                              "remove the document", "mask")
     kinds: tuple[PersonalKind, ...] = option(
         "kinds of personal data to find. card and iban must have valid check digits, ip must be "
-        "public, phone must have a +country code", PERSONAL_KINDS)
+        "public, phone must have a +country code", get_args(PersonalKind))
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

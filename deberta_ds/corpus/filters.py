@@ -9,7 +9,6 @@ texts, so that it does not depend on the number of workers.
 import heapq
 import itertools
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache, partial
@@ -26,10 +25,9 @@ from deberta_ds.corpus import quality
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
 from deberta_ds.corpus.encode import add_up, token_count
 from deberta_ds.corpus.filter_rules import FilterRules, language_of
-from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
 from deberta_ds.corpus.quality import Text, find_personal, without_lines
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.corpus.units import job, run_units
+from deberta_ds.corpus.units import Part, check_unchanged, extents_of, identified, job, run_units
 from deberta_ds.tokenizer import Tokenizer
 
 REPORT = "filters.json"
@@ -50,8 +48,11 @@ class Filters:
 
     def __init__(self, rules: FilterRules):
         """UserError for a function that cannot be loaded."""
-        self._rules = rules
-        self._steps: list[Callable[[Verdict], Verdict]] = [self._step(name) for name in rules.use]
+        changing = {"language": _language, "lines": _lines, "personal": _personal}
+        self._steps: list[Callable[[Verdict], Verdict]] = [
+            partial(changing[name], getattr(rules, name)) if name in changing else
+            partial(_judge, name, getattr(quality, name), getattr(rules, name))
+            for name in rules.use]
         self._steps += [partial(_apply_function, load("functions", name, ("text",)),
                                 short_name(name)) for name in rules.functions]
 
@@ -65,12 +66,6 @@ class Filters:
             if verdict.reason:
                 return verdict
         return verdict
-
-    def _step(self, name: str) -> Callable[[Verdict], Verdict]:
-        changing = {"language": _language, "lines": _lines, "personal": _personal}
-        if name in changing:
-            return partial(changing[name], getattr(self._rules, name))
-        return partial(_judge, name, getattr(quality, name), getattr(self._rules, name))
 
 
 def _judge(name: str, rule, rules, verdict: Verdict) -> Verdict:
@@ -94,18 +89,14 @@ def _lines(rules, verdict: Verdict) -> Verdict:
     text, gone = without_lines(verdict.text, rules)
     if gone and not text.strip():
         return verdict._replace(reason="lines: none left")
-    changes = verdict.changes | {f"line: {why}": count for why, count in gone.items()}
-    return verdict._replace(text=text, changes=changes) if text != verdict.text else verdict
+    return _changed(verdict, text, {f"line: {why}": count for why, count in gone.items()})
 
 
 def _personal(rules, verdict: Verdict) -> Verdict:
     text, found = find_personal(verdict.text, rules.kinds)
-    if not found:
-        return verdict
-    if rules.action == "drop":
+    if found and rules.action == "drop":
         return verdict._replace(reason=f"personal: {next(iter(found))}")
-    return verdict._replace(text=text, changes=verdict.changes | {
-        f"masked: {kind}": count for kind, count in found.items()})
+    return _changed(verdict, text, {f"masked: {kind}": count for kind, count in found.items()})
 
 
 def _apply_function(function, name: str, verdict: Verdict) -> Verdict:
@@ -115,10 +106,12 @@ def _apply_function(function, name: str, verdict: Verdict) -> Verdict:
     if not isinstance(text, str):
         raise OwnCodeError(f"{name} returned {type(text).__name__}; it must return the text to "
                            "keep, or None")
-    if text == verdict.text:
-        return verdict
-    changes = verdict.changes | {f"changed by {name}": 1}
-    return verdict._replace(text=text, changes=changes)
+    return _changed(verdict, text, {f"changed by {name}": 1})
+
+
+def _changed(verdict: Verdict, text: str, changes: dict[str, int]) -> Verdict:
+    return verdict if text == verdict.text else verdict._replace(
+        text=text, changes=verdict.changes | changes)
 
 
 @dataclass
@@ -135,17 +128,21 @@ class Tally:
     changed: dict[str, list[int]] = field(default_factory=dict)
     examples: dict[str, list[list]] = field(default_factory=dict)
 
-    def add(self, document: Document, verdict: Verdict, tokens: int = 0) -> None:
-        """Count a document, of so many tokens before the filters."""
-        sizes = (1, len(document.text), tokens)
+    def judged(self, document: Document, rules: FilterRules, counter: Tokenizer | None) -> Verdict:
+        """Return what the rules make of a document, and count it, in tokens if there is a `counter`
+        of those; one that cannot be read is dropped as such.
+        """
+        verdict = filters_of(rules)(document) if not document.problem else Verdict(
+            "", "unreadable (verify.py says why)")
+        sizes = (1, len(document.text), token_count(counter, document.text) if counter else 0)
         self.documents = list(map(sum, zip(self.documents, sizes, strict=True)))
         if verdict.reason:
             add_up(self.dropped, {verdict.reason: sizes})
             self._keep(verdict.reason, document)
-            return
-        add_up(self.changed, {change: (1, times) for change, times in verdict.changes.items()})
-        if verdict.changes:
+        elif verdict.changes:
+            add_up(self.changed, {change: (1, times) for change, times in verdict.changes.items()})
             self._keep(next(iter(verdict.changes)), document)
+        return verdict
 
     def merge(self, other: "Tally") -> None:
         """Add the counts of another tally."""
@@ -158,11 +155,9 @@ class Tally:
     def _keep(self, name: str, document: Document) -> None:
         order = xxhash.xxh3_64_intdigest(document.text.encode(errors="surrogatepass"))
         found = self.examples.setdefault(name, [])
-        if len(found) == self.most and (not found or order >= found[-1][0]):
-            return
-        found.append([order, document.offset(), document.text[:_SHOWN_CHARACTERS]])
-        found.sort()
-        del found[self.most:]
+        if len(found) < self.most or found and order < found[-1][0]:
+            found.append([order, document.offset(), document.text[:_SHOWN_CHARACTERS]])
+            self.examples[name] = heapq.nsmallest(self.most, found)
 
 
 # Try filters on inputs without tokenizing them, and the report of what filters have done.
@@ -183,9 +178,9 @@ def try_filters(planned: list[list[Extent]], out: str | Path, rules: FilterRules
         if not is_done:
             jobs = {name: (unit, read, rules, tokenizer) for name, unit in units.items()}
             total = Tally(rules.examples)
-            done = run_units(out, filter_unit, jobs, workers=workers, label="filter", part=part,
-                             keep=lambda result: total.merge(Tally(**result)))
-            if done is None:
+            run_units(out, filter_unit, jobs, workers=workers, label="filter", part=part,
+                      keep=lambda result: total.merge(Tally(**result)))
+            if part:
                 return None
             check_unchanged(extents_of(units.values()))
             write_report(out, rules, total, bad_files_of(planned))
@@ -194,14 +189,10 @@ def try_filters(planned: list[list[Extent]], out: str | Path, rules: FilterRules
 
 def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules,
                 counter: Tokenizer | None) -> dict:
-    """Return the tally of one work unit; what cannot be read is dropped as such."""
-    filters, tally = filters_of(rules), Tally(rules.examples)
+    """Return the tally of one work unit."""
+    tally = Tally(rules.examples)
     for document in read_unit(unit, read):
-        if document.problem:
-            tally.add(document, Verdict("", "unreadable (verify.py says why)"))
-        else:
-            tally.add(document, filters(document),
-                      token_count(counter, document.text) if counter else 0)
+        tally.judged(document, rules, counter)
     return asdict(tally)
 
 
@@ -215,16 +206,15 @@ def write_report(out: str | Path, rules: FilterRules, total: Tally,
                  bad_files: Mapping[str, str]) -> None:
     """Write OUT/filters.json, `total` being the sum of the units' tallies."""
     sizes = dict(zip(("documents", "characters", "tokens"), total.documents, strict=True))
+    # Halves of surrogate pairs are spelled out: no reader takes them.
+    examples = {name: [[place, text.encode(errors="backslashreplace").decode()]
+                       for _, place, text in found]
+                for name, found in sorted(total.examples.items())}
     report = {"rules": describe(rules), "summary": _summary(total, sizes), **sizes,
               "dropped": dict(sorted(total.dropped.items())),
-              "changed": dict(sorted(total.changed.items())),
-              "examples": {name: [found[1:] for found in examples]
-                           for name, examples in sorted(total.examples.items())},
+              "changed": dict(sorted(total.changed.items())), "examples": examples,
               "bad_files": dict(bad_files)}
-    # Halves of surrogate pairs are spelled out: no reader takes them.
-    text = re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):x}",
-                  json.dumps(report, ensure_ascii=False))
-    write_atomic(Path(out) / REPORT, json.dumps(json.loads(text), indent=1) + "\n")
+    write_atomic(Path(out) / REPORT, json.dumps(report, indent=1) + "\n")
 
 
 def report_lines(report: dict, samples: int = 2) -> list[str]:

@@ -8,6 +8,7 @@ units, and findings of other documents are rejected.
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +18,11 @@ import numpy as np
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
-from deberta_ds.corpus.identity import check_unchanged
 from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.units import Units, check_unchanged, extents_of
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.shards import MANIFEST, check_file, read_checked, save_array
-from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, TO_UTF8
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, TO_UTF8, BadTextError, normalize
 
 FINDINGS_VERSION = 4
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
@@ -46,35 +47,35 @@ class _Manifest:
 class Findings:
     """What one search has found.
 
-    Attributes: content_hash (hex) of it all, reason: why they go, counts: of documents and
-    findings.
+    Attributes: directory, content_hash (hex) of it all, reason: why they go, counts: of documents
+    and findings.
     """
 
     def __init__(self, directory: str | Path):
         """UserError if `directory` holds none, or damaged ones."""
-        self._directory = Path(directory)
+        self.directory = Path(directory)
         self._manifest, self.content_hash = read_checked(
             directory, _Manifest, FINDINGS_VERSION, "not finished", "run data_prep/dedup.py or "
             "data_prep/decontaminate.py to the end, or again into a new directory")
         self.reason, self.counts = self._manifest.reason, self._manifest.counts
         if missing := _COUNTS[self.reason] - self.counts.keys():
-            raise UserError(f"{self._directory / MANIFEST}: damaged manifest (counts.{min(missing)}"
+            raise UserError(f"{self.directory / MANIFEST}: damaged manifest (counts.{min(missing)}"
                             f" is missing); {_AGAIN}")
         for name, (size, digest) in self._manifest.files.items():
-            check_file(self._directory / f"{name}.npy", size, digest, _AGAIN)
+            check_file(self.directory / f"{name}.npy", size, digest, _AGAIN)
         self._numbers = {source: number for number, source in enumerate(self._manifest.inputs)}
-        self._starts = map_array(self._directory / "starts.npy")
-        self._places = map_array(self._directory / "places.npy")
+        self._starts = map_array(self.directory / "starts.npy")
+        self._places = map_array(self.directory / "places.npy")
 
     def check(self, extents: Iterable[Extent], read: ReadOptions) -> None:
         """UserError unless these inputs, as they are, were searched with the same options."""
-        path, inputs = self._directory / MANIFEST, self._manifest.inputs
+        path, inputs = self.directory / MANIFEST, self._manifest.inputs
         same_rules = self._manifest.text_rules == TEXT_RULES_VERSION
         for extent in extents:
             state, then = inputs.get(extent.source, ("", {}))
             if state != extent.state:
                 what = "changed since" if extent.source in inputs else "not among the inputs of"
-                raise UserError(f"{extent.path}: {what} the search in {self._directory}; {_AGAIN}")
+                raise UserError(f"{extent.path}: {what} the search in {self.directory}; {_AGAIN}")
             if then != (now := _dividing(extent.read or read)) or not same_rules:
                 raise UserError(f"{path}: found with other reading options, {then}, where now they "
                                 f"are {now}; {_AGAIN}")
@@ -87,9 +88,10 @@ class Findings:
         return index < high and int(self._places[index]) == where
 
 
-def read_counted(unit: list[Extent], read: ReadOptions, counts: dict) -> Iterator[Document]:
-    """Yield the documents of a unit; `counts` says how many `documents` there were, how many of
-    them `unreadable`, and where and why the first of these was (`problem`).
+def read_normalized(unit: list[Extent], read: ReadOptions, counts: dict
+                   ) -> Iterator[tuple[Document, str]]:
+    """Yield the documents of a unit and their normalized texts; `counts` says how many `documents`
+    there were, how many of them `unreadable`, and where and why the first of these was (`problem`).
     """
     counts |= {"documents": 0, "unreadable": 0, "problem": ""}
     for document in read_unit(unit, read):
@@ -97,11 +99,14 @@ def read_counted(unit: list[Extent], read: ReadOptions, counts: dict) -> Iterato
         if document.problem:
             counts["unreadable"] += 1
             counts["problem"] = counts["problem"] or f"{document.offset()}: {document.problem}"
-        yield document
+        text = ""
+        with suppress(BadTextError):  # tokenize_corpus will complain, as of an unreadable document
+            text = normalize(document.text)
+        yield document, text
 
 
 def check_any_read(counts: list[dict]) -> None:
-    """UserError if all of the documents are unreadable, by what `read_counted` says of units."""
+    """UserError if all of the documents are unreadable, by what `read_normalized` says of units."""
     documents, unreadable = (sum(one[key] for one in counts) for key in ("documents", "unreadable"))
     if documents == unreadable > 0:
         problem = next(one["problem"] for one in counts if one["problem"])
@@ -111,14 +116,13 @@ def check_any_read(counts: list[dict]) -> None:
 
 def number_of(extents: Iterable[Extent]) -> dict[str, int]:
     """Return {source: its number} of inputs: among all of them, or those of one unit."""
-    return {source: number for number, source in enumerate(
-        dict.fromkeys(extent.source for extent in extents))}
+    sources = dict.fromkeys(extent.source for extent in extents)
+    return {source: number for number, source in enumerate(sources)}
 
 
-def finish_findings(out: Path, extents: list[Extent], read: ReadOptions, reason: str, counts: dict
-                   ) -> None:
+def finish_findings(out: Path, units: Units, read: ReadOptions, reason: str, counts: dict) -> None:
     """Write the manifest, which completes the findings; what the units have saved is merged."""
-    check_unchanged(extents)
+    check_unchanged(extents := extents_of(units.values()))
     sums = {name: [(out / f"{name}.npy").stat().st_size, xxh3(out / f"{name}.npy")]
             for name in ("starts", "places")}
     inputs = {extent.source: (extent.state, _dividing(extent.read or read)) for extent in extents}
@@ -132,10 +136,8 @@ def _dividing(read: ReadOptions) -> dict:
     return {name: getattr(read, name) for name in _OPTIONS_THAT_DIVIDE}
 
 
-def save_found(out: str, name: str, file: np.ndarray, where: np.ndarray) -> None:
-    """Write which documents a unit has found, ordered by (file, place in it)."""
-    found = np.empty(len(file), dtype=FOUND)
-    found["file"], found["where"] = file, where
+def save_found(out: str, name: str, found: np.ndarray) -> None:
+    """Write which documents a unit has found (FOUND), ordered by (file, place in it)."""
     order = np.lexsort((found["where"], found["file"]))
     save_array(Path(out) / "found" / f"{name}.npy", found[order])
 

@@ -6,10 +6,8 @@ finished job is known, another one is rejected, and pack.py adds to a corpus. Af
 the same command goes on from the local directory, which may be removed once the copy is complete.
 """
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError
@@ -37,26 +35,12 @@ def output(out: str, *, cache: str = CACHE, first: tuple[str, ...] = ("*",), par
     if part or under_mpi():
         raise UserError(f"{out}: jobs that work together share a directory; give one that all of "
                         "them reach, and copy it with data_prep/upload.py afterwards")
-    local = fetch(out, cache=cache, names=first)
-    yield local
-    _send(Path(local), out)
-
-
-def check_outside(inputs: Iterable[str], *outs: str | None) -> None:
-    """Raise UserError for an output inside of an input directory, which it would change."""
-    for name, target in product(inputs, filter(None, outs)):
-        where = Path(os.path.realpath(target))
-        if "://" not in target and os.path.isdir(name) and (
-                Path(os.path.realpath(name)) in (where, *where.parents)):
-            raise UserError(f"{target}: lies in the input {name}, of which it would be a part "
-                            "when the job goes on; choose a directory outside")
-
-
-def _send(local: Path, url: str) -> None:
+    local = Path(fetch(out, cache=cache, names=first))
+    yield str(local)
     if (local / "tokens").is_dir():
-        upload(local, url)
+        upload(local, out)
         return
-    system, root = remote.file_system(url)
+    system, root = remote.file_system(out)
     if local.is_file():
         remote.put(system, root, local)
         return

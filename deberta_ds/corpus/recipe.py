@@ -18,7 +18,8 @@ from deberta_ds.config.toml_files import read_with_overrides
 from deberta_ds.corpus.documents import ReadOptions
 
 READING = [field.name for field in dataclasses.fields(ReadOptions)]
-_SIZE = {"ge": 1, "le": 1 << 40}
+_Size = Annotated[int, Field(ge=1, le=1 << 40)]
+_Count = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -37,12 +38,12 @@ class CorpusRecipe:
     id_key: str = option("key or column of the document's id, kept with the shards", "")
     label_key: str = option("key or column of the label to count by (language)", "")
     label_from_directory: bool = option("use the name of the directory as the label", False)
-    max_document_bytes: int = option("a longer document counts as unreadable", 1 << 26, **_SIZE)
+    max_document_bytes: _Size = option("a longer document counts as unreadable", 1 << 26)
     extract_html: bool = option("take the main text of the pages in .warc files (needs "
                                 "resiliparse)", False)
     filters: str = option("rules that drop or change documents, a file such as data_prep/filters/"
                           "web_en.toml (try them with filter.py); empty: none", "")
-    min_characters: int = option("shorter documents are skipped", 1, **_SIZE)
+    min_characters: _Size = option("shorter documents are skipped", 1)
     min_letter_share: float = option("documents with a smaller share of letters are skipped", 0.0,
                                      ge=0, le=1)
     words: str = option("FILE.py:NAME, a function that returns the words of a text, for whole-word "
@@ -79,7 +80,7 @@ class TokenizerRecipe:
         "bytes for rare characters; wordpiece: as BERT, cased", "unigram")
     vocab_size: int = option("vocabulary size without [MASK], which is added at the end", 32000,
                              ge=1, le=1 << 24)
-    sample_bytes: int = option("size of the text to train on", 1 << 26, **_SIZE)
+    sample_bytes: _Size = option("size of the text to train on", 1 << 26)
     temperature: float = option(
         "take each language (label_key, label_from_directory) in proportion to its characters to "
         "the power of 1 / temperature (1: as they are, 3.3: as XLM-R), which reads the input "
@@ -127,11 +128,10 @@ class Recipe:
                                   0.01, ge=0, lt=1)
     mixture_temperature: float = option("1: corpora in proportion to their tokens; above 1 raises "
                                         "small ones", 1.0, gt=0, le=1000)
-    max_bad: int = option("unreadable documents allowed per corpus (skipped and named)", 0, ge=0,
-                          le=1 << 40)
-    skip_bad_files: int = option("damaged files allowed per corpus (skipped and listed); all "
-                                 "inputs are read once more for it", 0, ge=0, le=1 << 40)
-    unit_bytes: int = option("size of a work unit; 0: automatic", 0, ge=0, le=1 << 40)
+    max_bad: _Count = option("unreadable documents allowed per corpus (skipped and named)", 0)
+    skip_bad_files: _Count = option("damaged files allowed per corpus (skipped and listed); all "
+                                    "inputs are read once more for it", 0)
+    unit_bytes: _Count = option("size of a work unit; 0: automatic", 0)
 
     def __post_init__(self):
         if len({corpus.name for corpus in self.corpora}) < len(self.corpora):

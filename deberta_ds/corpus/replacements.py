@@ -45,12 +45,12 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
 
     Does nothing if they are complete; goes on where a killed run stopped.
     """
-    generator = _generator(recipe.generator)
+    generator, weights = _generator(recipe.generator)
     assert generator.tokenizer is not None
     corpus = Corpus(recipe.corpus, seq_len=recipe.seq_len)
     corpus.check_tokenizer(generator.tokenizer.sha256)
     generator.check_length(recipe.seq_len, recipe.generator)
-    made_by = {"generator": _content_hash(recipe.generator), "seed": recipe.seed,
+    made_by = {"generator": weights, "seed": recipe.seed,
                "mask": {name: value for name, value in asdict(recipe.mask).items()
                         if name != "final_rate"}}  # stored draws have one rate
     out = Path(out)
@@ -59,12 +59,10 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
                    "attend_across_documents": recipe.attend_across_documents}
     with job(out, description, finished=MANIFEST) as is_done:
         if not is_done:
-            read = {recipe.corpus: corpus.rows_content_hash,
-                    recipe.generator: made_by["generator"]}
+            read = {recipe.corpus: corpus.rows_content_hash, recipe.generator: weights}
             units = {f"draw-{draw}-{name}": (recipe, str(out), draw, name, read)
                      for draw in range(len(recipe.temperatures)) for name in corpus.shard_rows}
             results = run_units(out, replace_shard, units, workers=workers, label="replace")
-            assert results is not None  # of all units, not of a part
             shards: list[dict] = [{} for _ in recipe.temperatures]
             for (_, _, draw, name, _), result in zip(units.values(), results, strict=True):
                 shards[draw][name] = result["files"]
@@ -79,7 +77,7 @@ def replace_shard(recipe: Recipe, out: str, draw: int, name: str, read: dict[str
     what the command began with; UserError if it is something else by now.
     """
     torch.set_num_threads(1)
-    generator = _generator(recipe.generator)
+    generator, weights = _generator(recipe.generator)
     assert generator.masked_lm is not None and generator.tokenizer is not None
     seed = recipe.seed * 1_000_003 + draw  # of masks and samples: a draw repeats neither
     dataset = RowDataset(
@@ -87,7 +85,7 @@ def replace_shard(recipe: Recipe, out: str, draw: int, name: str, read: dict[str
         mask=recipe.mask, attend_across_documents=recipe.attend_across_documents)
     corpus = Corpus(recipe.corpus, seq_len=recipe.seq_len)
     for path, now in (*dataset.content_hashes.items(), (recipe.corpus, corpus.rows_content_hash),
-                      (recipe.generator, _content_hash(recipe.generator))):
+                      (recipe.generator, weights)):
         if now != read[path]:
             raise UserError(f"{path}: changed while this command read it; run it again")
     rows = corpus.shard_rows[name]
@@ -106,20 +104,15 @@ def replace_shard(recipe: Recipe, out: str, draw: int, name: str, read: dict[str
 
 
 @cache
-def _generator(path: str) -> LoadedModel:
+def _generator(path: str) -> tuple[LoadedModel, str]:
+    """Return a generator, and a checksum of its weights, so that another one is not mixed in."""
     model = load_backbone(path)
     if model.masked_lm is None or model.tokenizer is None:
         raise UserError(f"{path}: no masked LM with an absolute position table and a tokenizer; "
                         "give a masked-LM run, or one of replaced-token detection")
-    return model
-
-
-@cache
-def _content_hash(path: str) -> str:
-    """Return a checksum of the generator's weights, so that another one is not mixed in."""
     digest = xxhash.xxh3_128()
-    for module in _generator(path).masked_lm or ():
+    for module in model.masked_lm:
         for name, tensor in sorted(module.state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.contiguous().numpy())
-    return digest.hexdigest()
+    return model, digest.hexdigest()

@@ -1,14 +1,16 @@
-"""What a corpus holds: counts, lengths, fill, labels and the most frequent tokens."""
+"""What a corpus holds: counts, lengths, fill, labels, frequent tokens; whether it is whole."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.encode import left_out
+from deberta_ds.corpus.origins import DIRECTORY, Origins
 from deberta_ds.corpus.pack import manifest_of
-from deberta_ds.data.corpus import open_shard
-from deberta_ds.data.shards import Manifest, planned_lengths, read_rows_manifest, rows_directory
+from deberta_ds.data import shards
+from deberta_ds.data.corpus import Corpus, open_shard
 from deberta_ds.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.tokenizer.words import byte_of
 
@@ -20,14 +22,14 @@ _MANY_BYTES = 0.02
 @dataclass(frozen=True)
 class CorpusStats:
     """Figures of one corpus. `lengths` counts documents of 2**i .. 2**(i+1) - 1 tokens;
-    `frequencies` counts each id; `plans` is (seq_len, rows, fill, segments per row, hard cuts).
+    `frequencies` counts each id.
     """
 
     path: str
-    manifest: Manifest
+    manifest: shards.Manifest
     lengths: np.ndarray
     frequencies: np.ndarray
-    plans: list[tuple[int, int, float, float, int]]
+    plans: list[shards.RowsManifest]
     longest: int
     word_starts: int
 
@@ -45,14 +47,8 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
         for start in range(0, len(tokens), _CHUNK_TOKENS):
             chunk = tokens[start : start + _CHUNK_TOKENS]
             frequencies += np.bincount(chunk, minlength=len(frequencies))
-    plans = []
-    for seq_len in planned_lengths(path):
-        plan, _ = read_rows_manifest(rows_directory(path, seq_len))
-        rows = sum(shard.rows for shard in plan.shards)
-        segments = sum(shard.pieces for shard in plan.shards)
-        used = sum(shard.tokens for shard in plan.shards) + 2 * segments
-        fill = used / max(1, rows * plan.seq_len)
-        plans.append((plan.seq_len, rows, fill, segments / max(1, rows), plan.hard_cuts))
+    plans = [shards.read_rows_manifest(shards.rows_directory(path, seq_len))[0]
+             for seq_len in shards.planned_lengths(path)]
     starts = int(frequencies[tokenizer.stored_word_starts()].sum())
     frequencies = frequencies.reshape(2, -1).sum(0)
     return CorpusStats(str(path), manifest, lengths, frequencies, plans, longest, starts)
@@ -70,9 +66,13 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
     lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
     if listed := left_out(counts):
         lines.append(f"  left out    {listed}")
-    for seq_len, rows, fill, segments, hard_cuts in stats.plans:
-        lines.append(f"  rows-{seq_len:<6} {rows:>15,}   {fill:.2%} full, "
-                     f"{segments:.2f} document segments each, {hard_cuts:,} cuts inside a word")
+    for plan in stats.plans:
+        rows, segments, used = (sum(getattr(shard, name) for shard in plan.shards)
+                                for name in ("rows", "pieces", "tokens"))
+        fill = (used + shards.FRAME_TOKENS * segments) / max(1, rows * plan.seq_len)
+        lines.append(f"  rows-{plan.seq_len:<6} {rows:>15,}   {fill:.2%} full, "
+                     f"{segments / max(1, rows):.2f} document segments each, "
+                     f"{plan.hard_cuts:,} cuts inside a word")
     if set(stats.manifest.labels) - {""}:
         lines += ["", "  label        documents         tokens   share  characters per token"]
         for label, (docs, characters, label_tokens) in stats.manifest.labels.items():
@@ -106,3 +106,24 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     if lost := unknown_tokens(unknown, tokens):
         found.append(f"{lost}; {remedy}")
     return found
+
+
+def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> list[str]:
+    """Return a line for each part of a packed corpus; UserError names the first bad file.
+
+    `mode` as of Corpus.verify. `tokenizer_sha256`: of the tokenizer that it must be made with.
+    """
+    shards.read_manifest(path)
+    lengths = shards.planned_lengths(path)
+    if not lengths:
+        raise UserError(f"{path}: no finished sequence plan; run data_prep/pack.py")
+    lines = []
+    for seq_len in lengths:
+        corpus = Corpus(path, seq_len=seq_len)
+        if tokenizer_sha256:
+            corpus.check_tokenizer(tokenizer_sha256)
+        files = corpus.verify(mode)
+        lines.append(f"{path}/rows-{seq_len}: {files:,} files agree ({mode}), "
+                     f"{corpus.num_rows:,} sequences, content hash {corpus.content_hash[:16]}")
+    files = Origins(path).verify(mode)
+    return [f"{path}/{DIRECTORY}: {files:,} files agree ({mode})", *lines]

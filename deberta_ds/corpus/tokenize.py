@@ -6,11 +6,10 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from itertools import compress
 from operator import attrgetter
 from pathlib import Path
@@ -18,36 +17,28 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, tell
 from deberta_ds.base.files import link
 from deberta_ds.base.user_code import OwnCodeError
+from deberta_ds.corpus import encode
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, bad_files_of
-from deberta_ds.corpus.encode import (
-    COUNTS,
-    Cleaner,
-    CleanOptions,
-    add_up,
-    batches,
-    check_problems,
-    encode_joined,
-    token_count,
-)
+from deberta_ds.corpus.encode import COUNTS, Cleaner, CleanOptions, add_up
 from deberta_ds.corpus.filter_rules import FilterRules
 from deberta_ds.corpus.filters import Tally, describe, filters_of, write_report
 from deberta_ds.corpus.findings import Findings
-from deberta_ds.corpus.identity import Part, check_unchanged, extents_of, identified
 from deberta_ds.corpus.origins import DIRECTORY, OriginWriter, write_origins_manifest
 from deberta_ds.corpus.readers import read_unit
-from deberta_ds.corpus.units import MARKERS, job, run_units
-from deberta_ds.data.shards import (
-    MANIFEST,
-    Manifest,
-    ShardInfo,
-    ShardWriter,
-    read_manifest,
-    token_dtype,
-    write_manifest,
+from deberta_ds.corpus.units import (
+    MARKERS,
+    Part,
+    check_unchanged,
+    extents_of,
+    identified,
+    job,
+    run_units,
 )
+from deberta_ds.data import shards
+from deberta_ds.data.shards import MANIFEST, Manifest, ShardInfo, read_manifest
 from deberta_ds.tokenizer import Tokenizer, unknown_tokens
 from deberta_ds.tokenizer.segmented import SegmentedTokenizer
 from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
@@ -65,17 +56,16 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
     """Write the corpus `out` (and the held-out one) and return {directory: manifest}; {} after one
     part of an array of jobs.
 
-    `leave_out`: directories of findings over these inputs (and others). A document is held
-    out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
-    such documents are left out and no held-out corpus is written. With `filters`, what they did
-    is written to OUT/filters.json. `words`: FILE.py:NAME, a function that says where words start
-    (tokenizer/segmented.py). Completed units of an earlier run of the same job are kept.
+    `leave_out`: directories of findings over these inputs (and others). A document is held out by a
+    hash of its text, so the split does not depend on its place; with `drop_heldout` such documents
+    are left out and no held-out corpus is written. With `filters`, what they did is written to
+    OUT/filters.json. `words`: FILE.py:NAME, which says where words start (tokenizer/segmented.py).
     """
     targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
     _check_heldout(targets, heldout_share, drop_heldout)
     if tokenizer.lost:
-        print(f"note: {tokenizer.path}: has no subword for {tokenizer.lost} and none for what "
-              "is unknown, so these are left out of the text", file=sys.stderr, flush=True)
+        tell(f"note: {tokenizer.path}: has no subword for {tokenizer.lost} and none for what is "
+             "unknown, so these are left out of the text")
     share = heldout_share if heldout_out or drop_heldout else 0.0
     units = identified(planned, out, part)
     searches = [Findings(directory) for directory in leave_out]
@@ -85,27 +75,31 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
         filters_of(filters)  # a bad function or language is said before any work
     if words:
         tokenizer = SegmentedTokenizer(tokenizer, words)
-    description = _description(tokenizer, read, clean, share, drop_heldout, searches,
-                               filters)
+    description = _description(tokenizer, read, clean, share, drop_heldout, searches, filters)
     with ExitStack() as stack:
         finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part,
                                             other=Path(out), units=units))
                     for target in reversed(targets)]
         if not all(finished):
             work = [f"{out}/{MARKERS}/{side}" for side in range(len(targets))]
-            found = [(directory, search.content_hash)
-                     for directory, search in zip(leave_out, searches, strict=True)]
+            found = [(search.directory, search.content_hash) for search in searches]
             jobs = {name: (name, unit, work, tokenizer, read, clean, share, found, filters)
                     for name, unit in units.items()}
             total = Tally(filters.examples) if filters else None
+
+            def keep(result: dict) -> dict:
+                if total:  # each unit's tally has many texts
+                    total.merge(Tally(**result.pop("filters")))
+                return result
+
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
-                                part=part, keep=partial(_without_tally, total=total))
-            if results is None:
+                                part=part, keep=keep)
+            if part:
                 return {}
             problems = [line for result in results for line in result["problems"]]
-            check_problems(problems, sum(result["counts"]["bad"] for result in results), clean)
+            encode.check_problems(problems, sum(one["counts"]["bad"] for one in results), clean)
             for line in problems:
-                print(f"left out: {line}", file=sys.stderr, flush=True)
+                tell(f"left out: {line}")
             check_unchanged(extents_of(units.values()))
             for name, content_hash in found:  # they may have been read from for hours
                 _findings.__wrapped__(name, content_hash)
@@ -113,17 +107,7 @@ def tokenize_corpus(planned: list[list[Extent]], out: str | Path, tokenizer: Tok
                 write_report(out, filters, total, bad_files_of(planned))
             results = _publish(results, work, targets)
             _write_manifests(results, targets, tokenizer, bad_files_of(planned))
-            _say_unknown(results)
     return {target: read_manifest(target)[0] for target in targets}
-
-
-def _say_unknown(results: list[dict]) -> None:
-    """Warn of text that is lost. Not in the manifest, whose hash names a corpus by its shards."""
-    unknown = sum(result["unknown_tokens"] for result in results)
-    tokens = sum(info["tokens"] for result in results for written in result["shards"]
-                 for info in written)
-    if lost := unknown_tokens(unknown, tokens):
-        print(f"warning: {lost}; train a tokenizer on text like this", file=sys.stderr, flush=True)
 
 
 def _publish(results: list[dict], work: list[str], targets: list[str]) -> list[dict]:
@@ -134,8 +118,8 @@ def _publish(results: list[dict], work: list[str], targets: list[str]) -> list[d
         shutil.rmtree(Path(target, folder), ignore_errors=True)
     renamed = []
     for number, result in enumerate(results):
-        for side, shards in enumerate(result["shards"]):
-            for (folder, suffix), shard in itertools.product(FOLDERS.items(), shards):
+        for side, written in enumerate(result["shards"]):
+            for (folder, suffix), shard in itertools.product(FOLDERS.items(), written):
                 name = f"{number:05d}-{shard['name'].partition('-')[2]}{suffix}"
                 link(Path(work[side], folder, shard["name"] + suffix),
                      Path(targets[side], folder, name))
@@ -143,67 +127,57 @@ def _publish(results: list[dict], work: list[str], targets: list[str]) -> list[d
     return renamed
 
 
-def _without_tally(result: dict, total: Tally | None) -> dict:
-    """Add what the filters did in a unit, which has many texts, to `total`; return the rest."""
-    if total:
-        total.merge(Tally(**result.pop("filters")))
-    return result
-
-
-def _description(tokenizer: Tokenizer, read: ReadOptions,
-                 clean: CleanOptions, share: float, drop_heldout: bool, searches: list[Findings],
-                 filters: FilterRules | None) -> dict:
+def _description(tokenizer: Tokenizer, read: ReadOptions, clean: CleanOptions, share: float,
+                 drop_heldout: bool, searches: list[Findings], filters: FilterRules | None) -> dict:
     """Return what an earlier run's parts must have been made with to be kept."""
     description = {
-        "version": JOB_VERSION,
-        "tokenizer": tokenizer.sha256, "read": asdict(read),
+        "version": JOB_VERSION, "tokenizer": tokenizer.sha256, "read": asdict(read),
         "clean": asdict(clean) | {"max_bad": 0},  # decides at the end: a higher one goes on
         "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
-        "heldout_share": share,
-        "drop_heldout": drop_heldout, "leave_out": [search.content_hash for search in searches],
-    }
+        "heldout_share": share, "drop_heldout": drop_heldout,
+        "leave_out": [search.content_hash for search in searches]}
     return description | ({"filters": describe(filters)} if filters else {}) | (
         {"words": tokenizer.words} if tokenizer.words else {})
 
 
 def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
-    if len(set(map(os.path.realpath, targets))) < len(targets):
+    places = [Path(os.path.realpath(target)) for target in targets]
+    if len(set(places)) < len(places):
         raise UserError(f"{targets[0]}: given for the corpus and for the held-out one; give two "
                         "directories")
-    if (len(targets) > 1 or drop) and not 0 < share < 1:
+    if (places[1:] or drop) and not 0 < share < 1:
         raise UserError(f"held-out share {share}: must be between 0 and 1, and 0.01 is one of a "
                         "hundred documents")
-    if len(targets) > 1 and Path(os.path.realpath(targets[0])) in Path(
-            os.path.realpath(targets[1])).parents:
+    if places[1:] and places[0] in places[1].parents:
         raise UserError(f"{targets[1]}: inside of {targets[0]}, which is a corpus of its own; put "
                         "the held-out one next to it")
-    if len(targets) > 1 and drop:
+    if places[1:] and drop:
         raise UserError("held-out documents are either written or dropped; choose one")
 
 
 def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer: Tokenizer,
                   read: ReadOptions, clean: CleanOptions, heldout_share: float,
-                  leave_out: list[tuple[str, str]], filters: FilterRules | None = None) -> dict:
+                  leave_out: list[tuple[Path, str]], filters: FilterRules | None = None) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
     tally = Tally(filters.examples) if filters else None
     # A tokenizer of rules of its own is given the raw text: then often nobody asks for this one.
     is_read = not tokenizer.normalizes_itself or bool(
         heldout_share or clean.min_characters > 1 or clean.min_letter_share)
-    # Line ends that part the documents of a text file belong to neither.
-    parted = read.documents != "file"
     cleaner = Cleaner(clean, is_read)
     counts = cleaner.counts
     with ExitStack() as stack:
-        writers = [stack.enter_context(_Rolling(target, name, tokenizer, counts))
-                   for target in targets]
-        for documents in batches(_wanted(unit, read, leave_out, filters, tally, counts,
-                                         getattr(tokenizer, "plain", tokenizer))):
+        writers = [_Rolling(target, name, tokenizer, counts) for target in targets]
+        for writer in writers:
+            stack.callback(writer.abandon)
+        for documents in encode.batches(_wanted(unit, read, leave_out, filters, tally, counts,
+                                                getattr(tokenizer, "plain", tokenizer))):
             texts = cleaner.texts(documents)
             sides = [int(is_held_out(text, heldout_share)) if text else None for text in texts
                      ] if heldout_share or not all(texts) else []
             if tokenizer.normalizes_itself:
-                texts = [document.text.strip("\r\n") if parted else document.text
-                         for document in documents]
+                # Line ends that part the documents of a text file belong to neither.
+                parting = "" if read.documents == "file" else "\r\n"
+                texts = [document.text.strip(parting) for document in documents]
             if not sides:
                 writers[0].write(texts, documents)
                 continue
@@ -214,15 +188,14 @@ def tokenize_unit(name: str, unit: list[Extent], targets: list[str], tokenizer: 
                 writer.write(list(compress(texts, chosen)), list(compress(documents, chosen)))
         if tokenizer.normalizes_itself:
             counts["removed_characters"] = 0  # removed from what was looked at, not from the text
-        shards = [writer.finish() for writer in writers]
-    return {"shards": [[asdict(shard) for shard in written] for written in shards],
-            "labels": [writer.labels for writer in writers],
+        infos = [[asdict(shard) for shard in writer.finish()] for writer in writers]
+    return {"shards": infos, "labels": [writer.labels for writer in writers],
             "origins": [writer.origins for writer in writers], "counts": counts,
             "unknown_tokens": sum(writer.unknown_tokens for writer in writers),
             "problems": cleaner.problems} | ({"filters": asdict(tally)} if tally else {})
 
 
-def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[tuple[str, str]],
+def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[tuple[Path, str]],
             filters: FilterRules | None, tally: Tally | None, counts: dict[str, int],
             tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield the documents of one unit but those that searches found or filters drop."""
@@ -235,8 +208,7 @@ def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[tuple[str, st
         reason = next((search.reason for search in searches if search.has(
             document.path, document.where)), "")
         if not reason and filters and tally and not document.problem:
-            verdict = filters_of(filters)(document)
-            tally.add(document, verdict, token_count(tokenizer, document.text))
+            verdict = tally.judged(document, filters, tokenizer)
             reason = "filtered" if verdict.reason else ""
             document = document._replace(text=verdict.text, label=verdict.label)
         if reason:
@@ -252,33 +224,32 @@ def is_held_out(text: str, share: float) -> bool:
 
 def _write_manifests(results: list[dict], targets: list[str], tokenizer: Tokenizer,
                      bad_files: Mapping[str, str]) -> None:
+    tokens = 0
     for side, target in reversed(list(enumerate(targets))):
         write_origins_manifest(target, {
             name: file for result in results for name, file in result["origins"][side].items()},
             bad_files)
-        manifest = _manifest(results, side, tokenizer)
-        if bad_files:
-            manifest.counts["bad_files"] = len(bad_files)
-        write_manifest(target, manifest)
-
-
-def _manifest(results: list[dict], side: int, tokenizer: Tokenizer) -> Manifest:
-    shards = tuple(ShardInfo(**info) for result in results for info in result["shards"][side])
-    labels: dict[str, list[int]] = {}
-    for result in results:
-        add_up(labels, result["labels"][side])
-    counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
-    counts |= {"documents": sum(shard.documents for shard in shards),
-               "characters": sum(row[1] for row in labels.values()),
-               "tokens": sum(shard.tokens for shard in shards)}
-    return Manifest(
-        dtype=token_dtype(tokenizer.stored_size).str, vocab_size=tokenizer.size,
-        tokenizer_sha256=tokenizer.sha256, special_ids=tokenizer.special_ids, counts=counts,
-        labels=dict(sorted(labels.items())), shards=shards, words=tokenizer.words)
+        infos = tuple(ShardInfo(**info) for result in results for info in result["shards"][side])
+        labels: dict[str, list[int]] = {}
+        for result in results:
+            add_up(labels, result["labels"][side])
+        counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
+        counts |= {"documents": sum(shard.documents for shard in infos),
+                   "characters": sum(row[1] for row in labels.values()),
+                   "tokens": sum(shard.tokens for shard in infos)}
+        tokens += counts["tokens"]
+        counts |= {"bad_files": len(bad_files)} if bad_files else {}
+        shards.write_manifest(target, Manifest(
+            dtype=shards.token_dtype(tokenizer.stored_size).str, vocab_size=tokenizer.size,
+            tokenizer_sha256=tokenizer.sha256, special_ids=tokenizer.special_ids, counts=counts,
+            labels=dict(sorted(labels.items())), shards=infos, words=tokenizer.words))
+    # Not in the manifest, whose hash names a corpus by its shards.
+    if lost := unknown_tokens(sum(result["unknown_tokens"] for result in results), tokens):
+        tell(f"warning: {lost}; train a tokenizer on text like this")
 
 
 @cache
-def _findings(directory: str, content_hash: str) -> Findings:
+def _findings(directory: Path, content_hash: str) -> Findings:
     """Return what a search has found, read once per process; UserError if it is another one."""
     found = Findings(directory)
     if found.content_hash != content_hash:
@@ -293,30 +264,27 @@ class _Rolling:
     def __init__(self, target: str, unit: str, tokenizer: Tokenizer, counts: dict[str, int]):
         self._counts = counts
         self._target, self._unit, self._tokenizer = target, unit, tokenizer
-        self._dtype = token_dtype(tokenizer.stored_size)
+        self._dtype = shards.token_dtype(tokenizer.stored_size)
         self._shards: list[ShardInfo] = []
-        self._writer: ShardWriter | None = None
+        self._writer: shards.ShardWriter | None = None
         self._origins: OriginWriter | None = None
         self.origins: dict[str, list] = {}
         self.labels: dict[str, list[int]] = {}
         self.unknown_tokens = 0
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error) -> None:
-        for writer in (self._writer, self._origins):
-            if writer is not None:
-                writer.abandon()
+    def abandon(self) -> None:
+        """Remove a shard that is not finished."""
+        for writer in filter(None, (self._writer, self._origins)):
+            writer.abandon()
 
     def write(self, texts: list[str], documents: list[Document]) -> None:
         """Add documents; `texts`: what the tokenizer is given of each."""
         try:
-            ids, lengths, owners = encode_joined(self._tokenizer, texts)
+            ids, lengths, owners = encode.encode_joined(self._tokenizer, texts)
         except OwnCodeError:
             for document, text in zip(documents, texts, strict=True):  # which is it?
                 try:
-                    encode_joined(self._tokenizer, [text])
+                    encode.encode_joined(self._tokenizer, [text])
                 except OwnCodeError as error:
                     raise UserError(f"{document.place()}: {error}") from error.__cause__
             raise
@@ -350,12 +318,14 @@ class _Rolling:
         while begin < len(lengths):
             if self._writer is None or self._origins is None:
                 name = f"{self._unit}-{len(self._shards):03d}"
-                self._writer = ShardWriter(self._target, name, self._dtype)
+                self._writer = shards.ShardWriter(self._target, name, self._dtype)
                 self._origins = OriginWriter(self._target, name)
             full = ends[begin] + SHARD_TOKENS - self._writer.tokens
             stop = min(bisect.bisect_left(ends, full, begin + 1), len(lengths))
             self._writer.append_many(ids[ends[begin] : ends[stop]], lengths[begin:stop])
-            self._origins.add(documents[begin:stop], characters[begin:stop])
+            _, sources, places, _, labels, _, ids_of = map(list, zip(
+                *documents[begin:stop], strict=True))
+            self._origins.add(sources, places, ids_of, labels, characters[begin:stop])
             begin = stop
             if self._writer.tokens >= SHARD_TOKENS:
                 self._end_shard()

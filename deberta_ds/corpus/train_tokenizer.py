@@ -21,16 +21,16 @@ import tokenizers
 import xxhash
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from deberta_ds.base.errors import UserError, naming, still_at_work
+from deberta_ds.base.errors import UserError, still_at_work, tell
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.splitmix import mix64
 from deberta_ds.corpus.documents import Extent, ReadOptions
 from deberta_ds.corpus.encode import Cleaner, CleanOptions, add_up
-from deberta_ds.corpus.identity import check_unchanged, extents_of
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.recipe import TokenizerRecipe
-from deberta_ds.corpus.units import FORK
+from deberta_ds.corpus.units import FORK, check_unchanged, extents_of
 from deberta_ds.data.mixture import temperature_weights
+from deberta_ds.files.tables import text_lines
 from deberta_ds.tokenizer import MASK_TOKEN, SPACE_MARK, SPECIAL_TOKENS, Tokenizer, normalization
 from deberta_ds.tokenizer.files import FORMS, JSON, OTHER_MODELS, SPM
 from deberta_ds.tokenizer.normalization import normalizer_tsv
@@ -64,7 +64,7 @@ def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions
         yield piece
     check_unchanged(extents_of(units))
     for line in cleaner.problems:
-        print(f"left out: {line}", file=sys.stderr, flush=True)
+        tell(f"left out: {line}")
     if is_empty:
         raise UserError(f"{units[0][0].path}: no text in it or in the other inputs")
 
@@ -90,12 +90,9 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
                         "--label_from_directory")
     totals: dict[str, list[int]] = {}
     with ProcessPoolExecutor(workers, FORK) as pool, still_at_work(lambda: "counting languages"):
-        counted = pool.map(partial(_count, read=read, max_bad=max_bad), units)
-        for counts in counted:
+        for counts in pool.map(partial(_count, read=read, max_bad=max_bad), units):
             add_up(totals, counts)
-    if not totals:
-        raise UserError(f"{units[0][0].path}: no text in it or in the other inputs")
-    if totals.keys() == {""}:
+    if totals.keys() <= {""}:
         raise UserError(f"{units[0][0].path}: no document here or in the other inputs has a label, "
                         "so --temperature has nothing to weigh; name their field with --label_key, "
                         "or leave --temperature out")
@@ -107,17 +104,15 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
     found = {label: (characters, wanted * share) for share, (label, (characters, _)) in zip(
         shares, totals.items(), strict=True)}
     for label, (characters, taken) in found.items():
-        print(f"{label or '(no label)'}: {characters:,} characters, {taken / wanted:.2%} of the "
-              f"sample ({taken / characters:.2f} times what is there)", file=sys.stderr)
+        tell(f"{label or '(no label)'}: {characters:,} characters, {taken / wanted:.2%} of the "
+             f"sample ({taken / characters:.2f} times what is there)")
     return found
 
 
 def _count(unit: list[Extent], read: ReadOptions, max_bad: int) -> dict[str, list[int]]:
     counts: dict[str, list[int]] = {}
-    cleaner = Cleaner(CleanOptions(max_bad=max_bad), is_read=True)
-    for document in read_unit(unit, read):
-        if text := cleaner.texts([document])[0]:
-            add_up(counts, {document.label: [len(text), len(text.encode())]})
+    for label, piece in _pieces(unit, read, Cleaner(CleanOptions(max_bad=max_bad), is_read=True)):
+        add_up(counts, {label: [len(piece), len(piece.encode())]})
     return counts
 
 
@@ -152,15 +147,12 @@ def read_symbols(path: str | Path) -> list[str]:
     """Return the symbols of a file, one a line, none of no file; UserError for a line that cannot
     be a token.
     """
-    if not path:
-        return []
-    with naming(path):
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    for number, line in enumerate(lines, 1):
-        if len(line.split()) != 1 or SPACE_MARK in line:
-            raise UserError(f"{path}: line {number} is {line!r}; write one symbol a line, without "
-                            f"white space and {SPACE_MARK}")
-    return list(dict.fromkeys(line.strip() for line in lines))
+    symbols = list(text_lines(path)) if path else []
+    for place, symbol in symbols:
+        if len(symbol.split()) != 1 or SPACE_MARK in symbol:
+            raise UserError(f"{place}: {symbol!r}: write one symbol a line, without white space "
+                            f"and {SPACE_MARK}")
+    return list(dict.fromkeys(symbol.strip() for _, symbol in symbols))
 
 
 def train_tokenizer(units: list[list[Extent]], out: str | Path, wanted: TokenizerRecipe, *,
@@ -170,31 +162,26 @@ def train_tokenizer(units: list[list[Extent]], out: str | Path, wanted: Tokenize
 
     Memory is bounded by its sample_bytes, taken evenly from the start of every unit or, with a
     temperature, by language. `symbols`: those of its add_tokens, if they have been read. UserError
-    if the sample is too small for its vocab_size.
+    if the sample is too small for its vocab_size, and for an `out` that is of the other form or
+    would be written over something.
     """
     symbols = read_symbols(wanted.add_tokens) if symbols is None else symbols
-    _check_out(out, wanted, units)
+    if wanted.kind == "unigram":
+        if not str(out) or Path(out).is_dir():
+            raise UserError(f"{out or '--out'}: a unigram model is one file; name it, such as "
+                            f"{Path(out, SPM)}")
+        if any(os.path.realpath(one.path) == os.path.realpath(out) for one in extents_of(units)):
+            raise UserError(f"{out}: is one of the inputs; name another file")
+    elif Path(out).suffix in (".model", ".json") or Path(out).is_file():
+        raise UserError(f"{out}: --kind {wanted.kind} writes a directory; give the name of one")
+    else:
+        check_directory(Path(out))
     languages = languages_of(units, read, wanted.sample_bytes, wanted.temperature, workers,
                              max_bad) if wanted.temperature else None
     sample = _shown(sample_texts(units, wanted.sample_bytes, read, languages, max_bad,
                                  is_raw=wanted.keep_white_space), wanted.sample_bytes)
     train = _train_unigram if wanted.kind == "unigram" else _train_fast
     return train(sample, Path(out), wanted, symbols)
-
-
-def _check_out(out: str | Path, wanted: TokenizerRecipe, units: list[list[Extent]]) -> None:
-    """UserError for an `out` that is of the other form, or would be written over something."""
-    if wanted.kind == "unigram":
-        if not str(out) or Path(out).is_dir():
-            raise UserError(f"{out or '--out'}: a unigram model is one file; name it, such as "
-                            f"{Path(out, SPM)}")
-        if any(os.path.realpath(extent.path) == os.path.realpath(out)
-               for extent in extents_of(units)):
-            raise UserError(f"{out}: is one of the inputs; name another file")
-    elif Path(out).suffix in (".model", ".json") or Path(out).is_file():
-        raise UserError(f"{out}: --kind {wanted.kind} writes a directory; give the name of one")
-    else:
-        check_directory(Path(out))
 
 
 def check_directory(out: Path) -> None:
@@ -211,7 +198,7 @@ def _train_unigram(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, sy
     """Write the model to `out` and return it: byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (tokenizer/normalization.py), next to which
-    it keeps case and width; decoding gives normalized text back. Scores are rounded (`_finished`).
+    it keeps case and width; decoding gives normalized text back.
     """
     for symbol in symbols:  # found before the normalizer here, behind it in an export
         plain = unicodedata.normalize("NFKC" if wanted.normalization else "NFC", symbol)
@@ -246,35 +233,26 @@ def _train_unigram(sample: Iterator[str], out: Path, wanted: TokenizerRecipe, sy
         except RuntimeError as error:
             if failed:  # SentencePiece words it again
                 raise failed[0] from None
+            remedy = f"it says: {error}"
+            if most := _MOST_PIECES.search(str(error)):
+                remedy = f"ask for fewer with --vocab_size {most[1]}, or give more text"
+            elif least := _LEAST_PIECES.search(str(error)):
+                remedy = (f"its characters alone are {least[1]}: ask for more with --vocab_size, "
+                          "or lower --character_coverage")
             raise UserError(f"SentencePiece cannot make {pieces:,} subwords from this sample; "
-                            f"{_remedy(str(error))}") from error
+                            f"{remedy}") from error
     proto = model_proto(model.getvalue(), out)
-    write_atomic(out, _finished(proto, has_rules=not (named or wanted.lower_case)))
-    return Tokenizer(out)
-
-
-def _remedy(message: str) -> str:
-    if most := _MOST_PIECES.search(message):
-        return f"ask for fewer with --vocab_size {most[1]}, or give more text"
-    if least := _LEAST_PIECES.search(message):
-        return (f"its characters alone are {least[1]}: ask for more with --vocab_size, or lower "
-                "--character_coverage")
-    return f"it says: {message}"
-
-
-def _finished(proto, has_rules: bool) -> bytes:
-    """Return the model with the name of our rules, if it has those, no path, and scores in whole
-    units.
-
-    SentencePiece adds scores in float32 from the start of a text: of two ways to cut a word that
-    are nearly as good, what stands before decides. Sums of rounded scores are exact, so that a word
-    has the same ids everywhere, and in the tokenizer.json that is exported, which adds in float64.
-    """
-    proto.normalizer_spec.name = RULES_NAME if has_rules else proto.normalizer_spec.name
-    proto.normalizer_spec.ClearField("normalization_rule_tsv")
+    proto.normalizer_spec.ClearField("normalization_rule_tsv")  # a path
+    if not (named or wanted.lower_case):
+        proto.normalizer_spec.name = RULES_NAME
+    # SentencePiece adds scores in float32 from the start of a text: of two ways to cut a word that
+    # are nearly as good, what stands before decides. Sums of rounded scores are exact, so that a
+    # word has the same ids everywhere, and in the tokenizer.json that is exported, which adds in
+    # float64.
     for piece in proto.pieces:
         piece.score = round(piece.score / SCORE_UNIT) * SCORE_UNIT
-    return proto.SerializeToString(deterministic=True)
+    write_atomic(out, proto.SerializeToString(deterministic=True))
+    return Tokenizer(out)
 
 
 def _noting(failed: list[Exception | KeyboardInterrupt], sentences: Iterator[str]) -> Iterator[str]:

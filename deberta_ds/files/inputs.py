@@ -7,7 +7,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import zstandard
 
 from deberta_ds.base.errors import UserError, first_line, of_extra, refuse_pipe
-from deberta_ds.files.remote import file_system, state_of, tried
+from deberta_ds.files.remote import file_system, remote_state, state_of, tried
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _REMOTE_BYTES = 1 << 22
 _MOST_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 17
 _PARTS = 16  # read of a remote file between two looks at its version
 _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
 
@@ -41,7 +42,11 @@ def open_bytes(path: str):
     UserError if a file whose name does not say so is compressed.
     """
     refuse_pipe(path)
-    raw = _open_remote(path) if "://" in path else open(path, "rb")
+    if "://" in path:
+        file = _Streamed if path.startswith("http") else _RemoteFile  # not all servers give parts
+        raw = io.BufferedReader(file(path), _REMOTE_BYTES)
+    else:
+        raw = open(path, "rb")
     suffix = os.path.splitext(path)[1].lower()
     if suffix in _FRAMES:
         return io.BufferedReader(_Frames(raw, _FRAMES[suffix]), 1 << 20)
@@ -70,26 +75,17 @@ def open_seekable(path: str):
         return io.BytesIO(file.read())
 
 
-def _open_remote(url: str):
-    system, path = file_system(url)
-    file = _Streamed if url.startswith("http") else _RemoteFile  # not all servers give parts
-    return io.BufferedReader(file(system, path, url), _REMOTE_BYTES)
-
-
 class _RemoteFile(io.RawIOBase):
     """A remote file read by parts, each tried again where a connection breaks; all of one version.
     """
 
     _parts = 0
 
-    def __init__(self, system, path: str, url: str):
-        self._system, self._path, self._url, self._position = system, path, url, 0
-        detail = tried(lambda: system.info(path), url, lambda info: info["size"] is not None)
+    def __init__(self, url: str):
+        self._url, self._position, (self._system, self._path) = url, 0, file_system(url)
+        detail = tried(lambda: self._system.info(self._path), url,
+                       lambda info: info["size"] is not None)
         self._size, self._state = detail["size"], state_of(detail)
-
-    def _look(self) -> dict:
-        self._system.invalidate_cache()
-        return self._system.info(self._path)
 
     def readable(self) -> bool:
         return True
@@ -111,8 +107,8 @@ class _RemoteFile(io.RawIOBase):
         buffer[: len(data)] = data
         self._position = end
         self._parts += 1
-        if (end == self._size or self._parts % _PARTS == 0) and state_of(
-                tried(self._look, self._url, bool)) != self._state:
+        is_time = end == self._size or self._parts % _PARTS == 0
+        if is_time and remote_state(self._url) != self._state:
             raise UserError(f"{self._url}: changed while this command read it; when nothing writes "
                             "to it any more, run the same command again")
         return len(data)
@@ -163,15 +159,11 @@ class _Streamed(_RemoteFile):
 
 
 class _Frames(io.RawIOBase):
-    """A compressed file of one frame or more, as `cat a.xz b.xz` makes it.
-
-    The readers of zstandard, lzma and bz2 take what is damaged behind the first frame for its end.
-    """
+    """A compressed file that is read from its front to its end."""
 
     def __init__(self, raw, new_frame: Callable):
-        self._raw, self._ready = raw, memoryview(b"")
-        self._new_frame, self._frame = new_frame, new_frame()
-        self._inside, self._is_empty, self._given = False, True, 0
+        self._raw, self._blocks = raw, _blocks(raw, new_frame)
+        self._ready, self._given = memoryview(b""), 0
 
     def readable(self) -> bool:
         return True
@@ -181,30 +173,10 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            # All but zstd give no more than they are asked for; a block of zeros is 2 GB to bz2.
-            limit = (_MOST_BYTES,) if hasattr(self._frame, "needs_input") else ()
-            if limit and not (self._frame.needs_input or self._frame.eof):
-                self._ready = memoryview(self._frame.decompress(b"", *limit))
-                continue
-            chunk = b""
-            if self._frame.eof:
-                chunk = self._frame.unused_data
-                self._frame, self._inside = self._new_frame(), False
-            chunk = chunk or self._raw.read(1 << 17)
-            if not chunk:
-                if self._inside and (rest := self._frame.decompress(b"", *limit)):
-                    self._ready = memoryview(rest)
-                    continue
-                if self._frame.eof:
-                    continue
-                if self._inside or self._is_empty:
-                    raise EOFError("it has no end" if self._inside else "nothing is in it")
+            block = next(self._blocks, None)
+            if block is None:
                 return 0
-            if not self._inside:
-                chunk = chunk.lstrip(b"\0")  # gzip and xz may be padded
-            if chunk:
-                self._ready = memoryview(self._frame.decompress(chunk, *limit))
-                self._inside, self._is_empty = True, False
+            self._ready = memoryview(block)
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         self._given += count
@@ -215,19 +187,38 @@ class _Frames(io.RawIOBase):
         super().close()
 
 
+def _blocks(raw, new_frame: Callable) -> Iterator[bytes]:
+    """Yield what is in a compressed file of one frame or more, as `cat a.xz b.xz` makes it.
+
+    The readers of zstandard, lzma and bz2 take what is damaged behind the first frame for its end.
+    """
+    rest, is_empty = b"", True
+    while rest := rest or raw.read(_CHUNK_BYTES):
+        if not (rest := rest.lstrip(b"\0")):  # gzip and xz may be padded
+            continue
+        frame, is_empty = new_frame(), False
+        # All but zstd give no more than they are asked for; a block of zeros is 2 GB to bz2.
+        limit = (_MOST_BYTES,) if hasattr(frame, "needs_input") else ()
+        while not frame.eof:
+            is_asking = not limit or frame.needs_input
+            given = (rest or raw.read(_CHUNK_BYTES)) if is_asking else b""
+            rest, block = b"", frame.decompress(given, *limit)
+            if is_asking and not (given or block or frame.eof):
+                raise EOFError("it has no end")
+            yield block
+        rest = frame.unused_data
+    if is_empty:
+        raise EOFError("nothing is in it")
+
+
 class _GzipFrame:
     """zlib's decompressor with the interface of those of lzma and bz2."""
 
     def __init__(self):
         self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)
 
-    @property
-    def eof(self) -> bool:
-        return self._zlib.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._zlib.unused_data
+    def __getattr__(self, name: str) -> Any:  # eof, unused_data
+        return getattr(self._zlib, name)
 
     @property
     def needs_input(self) -> bool:
@@ -289,6 +280,6 @@ def open_stream(name: str, revision: str = ""):
     path, config, split = _hub_parts(name)
     try:
         return datasets.load_dataset(path, config, split=split or "train", streaming=True,
-                                     **({"revision": revision} if revision else {}))
+                                     revision=revision or None)
     except (OSError, ValueError) as error:
         raise UserError(f"{name}: cannot be opened ({first_line(error)})") from error

@@ -75,18 +75,16 @@ def read_each(path: str | Path, file: BinaryIO | None = None, **options
 def read_rows(path: str | Path, file: BinaryIO | None = None, *,
               columns: Sequence[str] | None = None, names: Sequence[str] | None = (),
               header: bool = True, groups: range | None = None, quoted: bool | None = None,
-              delimiter: str = "",
-              encoding: str = "", class_names: bool = False, longest: int = _LONGEST_CELL
-              ) -> Iterator[Row]:
+              delimiter: str = "", encoding: str = "", class_names: bool = False,
+              longest: int = _LONGEST_CELL) -> Iterator[Row]:
     """Yield the rows of a table, told apart by its suffix; bad ones have `problem` set.
 
     columns: those that are read (None: all). names: the columns of a .csv or .tsv without a header;
     None: rows are lists of cells, of any number. header: False: without names they are called 1, 2,
     ... groups: row groups of .parquet. quoted: cells of a .csv or .tsv may be quoted, as the csv
     module writes them (None: of a .csv; GLUE's tables have no quoting). delimiter: of a .csv or
-    .tsv, if its header has it. encoding: see `as_utf8`.
-    class_names: class numbers that `datasets` wrote with their names become these names. longest:
-    characters of a cell.
+    .tsv, if its header has it. encoding: see `as_utf8`. class_names: class numbers that `datasets`
+    wrote with their names become these names. longest: characters of a cell.
     """
     path = str(path)
     suffix = suffix_of(path)

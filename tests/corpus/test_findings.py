@@ -5,6 +5,7 @@ import json
 import random
 import unicodedata
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow.ipc
@@ -24,7 +25,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import contamination, dedup, findings
 from deberta_ds.corpus.contamination import find_contamination, words_of
 from deberta_ds.corpus.dedup import Group, find_duplicates, similarity
-from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.documents import plan_units
 from deberta_ds.tokenizer.text import normalize
 
 
@@ -42,11 +43,11 @@ def test_duplicates_are_the_ones_a_set_finds(tmp_path):
     assert stored_texts(tmp_path / "out2") == unique
 
 
-@pytest.mark.parametrize("near", [0.0, 0.8])
-def test_empty_documents_alone_have_no_duplicates(tmp_path, near):
+def test_empty_documents_alone_have_no_duplicates(tmp_path):
     units = planned(tmp_path / "text.jsonl", ["", " ", ""], 5_000)
-    counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=near)
-    assert counts["exact"] == counts["near"] == 0
+    for near in (0.0, 0.8):
+        counts = find_duplicates(units, tmp_path / f"{near}", read=READ, near_threshold=near)
+        assert counts["exact"] == counts["near"] == 0
 
 
 def test_a_search_that_can_read_no_document_ends(tmp_path):
@@ -54,11 +55,12 @@ def test_a_search_that_can_read_no_document_ends(tmp_path):
     units = planned(tmp_path / "text.jsonl", ["same text"] * 3)
     (tmp_path / "val.txt").write_text("one two three four five six seven eight\n")
     read = replace(READ, text_key="content")
-    message = "none of 3 documents can be read; .*text.jsonl, byte 0: no string under 'content'"
-    with pytest.raises(UserError, match=message):
-        find_duplicates(units, tmp_path / "duplicates", read=read)
-    with pytest.raises(UserError, match=message):
-        find_contamination(units, [str(tmp_path / "val.txt")], tmp_path / "found", read=read)
+    searches = {"duplicates": find_duplicates, "contaminated": partial(
+        find_contamination, against=[str(tmp_path / "val.txt")])}
+    for name, search in searches.items():
+        with pytest.raises(UserError, match="none of 3 documents can be read; .*text.jsonl, byte 0:"
+                                            " no string under 'content'"):
+            search(units, out=tmp_path / name, read=read)
 
 
 @pytest.mark.parametrize(("damage", "message"), [
@@ -80,14 +82,11 @@ def test_findings_of_other_options_inputs_or_states_are_refused(tmp_path):
     write_json_lines(tmp_path / "text.jsonl", ["same text"] * 3 + ["another one"])
     write_json_lines(tmp_path / "other.jsonl", ["not searched"])
 
-    def tokenized(found, name="text.jsonl", read=READ, out="out"):
-        return tokenize(tmp_path / name, tmp_path / out, read=read,
-                        leave_out=[str(tmp_path / found)])
+    def tokenized(found, name="text.jsonl", out="out"):
+        return tokenize(tmp_path / name, tmp_path / out, leave_out=[str(tmp_path / found)])
 
     units = plan_units([str(tmp_path / "text.jsonl")], READ)
     find_duplicates(units, tmp_path / "found", read=READ)
-    with pytest.raises(UserError, match="other reading options"):
-        tokenized("found", read=ReadOptions(documents="line"))
     with pytest.raises(UserError, match="not among the inputs"):
         tokenized("found", "other.jsonl")
     tokenized("found")
@@ -125,10 +124,6 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     units = planned(tmp_path / "text.jsonl", texts, 4000)
     against = [str(tmp_path / "val.jsonl"), str(tmp_path / "dev.tsv")]
     report = find_contamination(units, against, tmp_path / "found", read=READ, workers=1)
-    for name in ("old.txt", "old.jsonl"):
-        (tmp_path / name).write_bytes('"ok"\n"ما هي عاصمة"'.encode("cp1256"))
-        with pytest.raises(UserError, match=f"{name}:2: invalid UTF-8 .*; convert"):
-            find_contamination(units, [str(tmp_path / name)], tmp_path / "old", read=READ)
     assert report.documents == [40, 2]
     assert list(report.examples.values()) == [[3, 3, 1, 0], [1, 0, 1, 0]]
     assert "brothers who never spoke" in report.samples[0]["words"]
@@ -145,26 +140,19 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     kept = [normalize(text) for number, text in enumerate(texts) if number not in (3, 9)]
     assert stored_texts(tmp_path / "out") == list(dict.fromkeys(kept))
     assert done[str(tmp_path / "out")].counts["contaminated"] == 2
-    with pytest.raises(UserError, match="no text of 8 words"):
-        (tmp_path / "val.jsonl").write_text('{"a": "b"}\n')
-        find_contamination(units, against[:1], tmp_path / "none", read=READ)
-
-
-def test_samples_of_a_search_do_not_read_the_input_again(tmp_path, monkeypatch):
-    """Each unit counted the lines before its samples: from the first byte, of a file of any size.
-    """
-    counted = []
-    monkeypatch.setattr("deberta_ds.corpus.documents.line_number",
-                        lambda *place: counted.append(place))
-    examples = [f"number {n} of the words that the sailor said in the harbour" for n in range(9)]
-    (tmp_path / "val.txt").write_text("\n".join(examples))
-    units = planned(tmp_path / "text.jsonl", examples * 40, 2000)
-    report = find_contamination(units, [str(tmp_path / "val.txt")], tmp_path / "found", read=READ)
-    assert report.documents == [360, 360] and len(report.samples) > 20 and not counted
+    old = '"ok"\n"ما هي عاصمة"'.encode("cp1256")
+    for name, data, message in (("old.txt", old, "old.txt:2: invalid UTF-8 .*; convert"),
+                                ("old.jsonl", old, "old.jsonl:2: invalid UTF-8 .*; convert"),
+                                ("none.jsonl", b'{"a": "b"}\n', "no text of 8 words")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(UserError, match=message):
+            find_contamination(units, [str(tmp_path / name)], tmp_path / "old", read=READ)
 
 
 def test_a_text_of_many_examples_is_found_once_in_a_document(tmp_path, monkeypatch):
-    """A passage that 1,000 questions share gave 1,000 hits for each of its words."""
+    """A passage that 1,000 questions share gave 1,000 hits for each of its words; and for each
+    sample the lines before it were counted, from the first byte of a file of any size.
+    """
     passage = " ".join(f"word{n}" for n in range(300))
     (tmp_path / "val.jsonl").write_text("".join(
         json.dumps({"passage": passage, "question": f"Question {n}?"}) + "\n" for n in range(1000)))
@@ -177,11 +165,13 @@ def test_a_text_of_many_examples_is_found_once_in_a_document(tmp_path, monkeypat
             yield hit
 
     monkeypatch.setattr(contamination, "hits", counted)
+    lines = []
+    monkeypatch.setattr("deberta_ds.corpus.documents.line_number", lambda *one: lines.append(one))
     against = str(tmp_path / "val.jsonl")
     report = find_contamination(units, [against], tmp_path / "found", read=READ)
     assert report.examples == {against: [1000, 1000, 0, 1000]} and report.documents == [3, 2]
     assert report.samples[0]["example"] == f"{against}, example 0"
-    assert len(hits) == 2 * 288  # runs of 13 words in 300
+    assert len(hits) == 2 * 288 and not lines  # runs of 13 words in 300
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -198,8 +188,8 @@ def test_words_keep_their_marks(text, words):
 def test_evaluation_text_is_found_under_the_text_rules(tmp_path):
     """A soft hyphen or a decomposed letter in an evaluation file hid its example."""
     text = "Während der Fahrt übte der Schüler auf der Geige ein Stück für seine Prüfung ein"
-    raw = unicodedata.normalize("NFD", text).replace("Prüf", "Prüf\xad")
-    (tmp_path / "val.jsonl").write_text(json.dumps({"a": raw.replace("Schü", "Schü\xad")}))
+    raw = unicodedata.normalize("NFD", text).replace("Fahrt", "Fah\xadrt")
+    (tmp_path / "val.jsonl").write_text(json.dumps({"a": raw}))
     units = planned(tmp_path / "text.jsonl", ["x " + text + " y", "nothing"])
     report = find_contamination(units, [str(tmp_path / "val.jsonl")], tmp_path / "out", read=READ)
     assert report.documents == [2, 1]
@@ -234,9 +224,8 @@ def test_duplicates_across_corpora_leave_once(tmp_path):
     find_duplicates(plan_units(inputs, READ, 4000), tmp_path / "found", read=READ)
     for name in ("web", "wiki"):
         tokenize(tmp_path / f"{name}.jsonl", tmp_path / name, leave_out=[str(tmp_path / "found")])
-    web, wiki = stored_texts(tmp_path / "web"), stored_texts(tmp_path / "wiki")
-    assert not set(web) & set(wiki) and len(set(web)) == len(web) and len(set(wiki)) == len(wiki)
-    assert set(web) | set(wiki) == {normalize(text) for text in first + second}
+    both = stored_texts(tmp_path / "web") + stored_texts(tmp_path / "wiki")
+    assert len(set(both)) == len(both) and set(both) == {*map(normalize, first + second)}
 
 
 def test_a_group_of_alike_documents_is_read_in_parts(tmp_path, monkeypatch):

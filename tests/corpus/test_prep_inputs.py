@@ -15,11 +15,12 @@ import zstandard
 from data_helpers import (
     READ,
     documents_of,
+    problems_of,
     random_documents,
     run_main,
     stored_texts,
+    texts_of,
     tokenize,
-    tokenizer_path,
     tree,
     write_json_lines,
 )
@@ -29,10 +30,10 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import encode
 from deberta_ds.corpus.build import Build
 from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.origins import take_down
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import CorpusRecipe, Recipe, TokenizerRecipe
 from deberta_ds.corpus.stats import corpus_stats, stats_text
-from deberta_ds.corpus.takedown import take_down
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.files.inputs import open_bytes
@@ -74,8 +75,7 @@ def test_all_frames_of_a_compressed_file_are_read_and_none_is_dropped(tmp_path, 
     path = tmp_path / f"text.jsonl{suffix}"
     padding = b"\0" * 8 if suffix in (".gz", ".xz") else b""
     path.write_bytes(first + padding + second + padding)
-    assert [document.text for document in documents_of(path)] == [
-        f"{part} {i}" for part in "ab" for i in range(4000)]
+    assert texts_of([path]) == [f"{part} {i}" for part in "ab" for i in range(4000)]
     damaged = bytearray(second)
     damaged[1] ^= 0x55
     for bad in (first + bytes(damaged), first + second[:-5], first + b"garbage behind",
@@ -99,42 +99,41 @@ def test_a_block_that_grows_a_millionfold_is_read_in_steps(tmp_path, suffix):
         assert file.raw.tell() == sum(sizes) == 1 << 24 and max(sizes) <= 1 << 22
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_tables_that_are_not_read_in_order_may_be_compressed(tmp_path, suffix):
+def test_tables_that_are_not_read_in_order_may_be_compressed(tmp_path):
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "plain.parquet")
-    path = tmp_path / f"table.parquet{suffix}"
-    path.write_bytes(COMPRESS[suffix]((tmp_path / "plain.parquet").read_bytes()))
-    assert [document.text for document in documents_of(path)] == ["a", "b"]
+    for suffix, compress in COMPRESS.items():
+        path = tmp_path / f"table.parquet{suffix}"
+        path.write_bytes(compress((tmp_path / "plain.parquet").read_bytes()))
+        assert texts_of([path]) == ["a", "b"]
 
 
-@pytest.mark.parametrize("bad", [2**65, 1.0, True, ["a"], {"a": 1}])
-def test_an_id_is_text_or_a_whole_number(tmp_path, bad):
+def test_an_id_is_text_or_a_whole_number(tmp_path):
     path = tmp_path / "ids.jsonl"
-    path.write_text("".join(json.dumps({"text": "one", "id": value}) + "\n"
-                            for value in ("a", 2**62, bad)))
-    found = documents_of(path, id_key="id")
-    assert [document.id for document in found[:2]] == ["a", str(2**62)]
-    assert "neither text nor a whole number" in found[2].problem
+    path.write_text("".join(json.dumps({"text": "one", "id": value}) + "\n" for value in (
+        "a", 2**62, 2**65, 1.0, True, ["a"], {"a": 1})))
+    good, bad = (found := documents_of(path, id_key="id"))[:2], found[2:]
+    assert [document.id for document in good] == ["a", str(2**62)] and len(bad) == 5
+    assert all("neither text nor a whole number" in document.problem for document in bad)
 
 
 def test_invalid_utf_8_in_a_table_is_one_bad_row(tmp_path):
     path = tmp_path / "latin.csv"
     path.write_bytes(b"text,id\nhello,1\ncaf\xe9 au lait,2\nthird,3\n")
-    found = documents_of(path, id_key="id")
+    problems, found = problems_of(path, id_key="id")
     assert [document.text for document in found] == ["hello", "", "third"]
-    assert found[1].problem == "invalid UTF-8" and found[1].place() == f"{path}:row 2"
+    assert problems == [f"{path}:row 2: invalid UTF-8"]
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):  # what Excel calls Unicode text
         (tmp_path / "wide.csv").write_bytes("text,id\nhello,1\n".encode(encoding))
-        assert [document.text for document in documents_of(tmp_path / "wide.csv")] == ["hello"]
+        assert texts_of([tmp_path / "wide.csv"]) == ["hello"]
     (tmp_path / "wide.csv").write_bytes("text,n\xba\nhello,1\n".encode("latin-1"))
     with pytest.raises(UserError, match="wide.csv: its header is not UTF-8"):
         documents_of(tmp_path / "wide.csv")
     cells = pa.array([b"hello", b"caf\xe9", b"third"])
     column = pa.Array.from_buffers(pa.string(), len(cells), cells.buffers())
     pq.write_table(pa.table({"text": column}), tmp_path / "latin.parquet")
-    found = documents_of(tmp_path / "latin.parquet")
+    problems, found = problems_of(tmp_path / "latin.parquet")
     assert [document.text for document in found] == ["hello", "", "third"]
-    assert found[1].problem == "invalid UTF-8"
+    assert problems == [f"{tmp_path}/latin.parquet:row 2: invalid UTF-8"]
 
 
 def test_a_pattern_ends_before_any_line_end(tmp_path):
@@ -170,17 +169,11 @@ def test_a_tokenizer_is_not_trained_on_nothing_or_over_something(tmp_path):
         return train_tokenizer(units, tmp_path / out, TokenizerRecipe(
             kind="byte_bpe", vocab_size=300), read=read, **options)
 
-    with pytest.raises(UserError, match=r"text.jsonl:1: no string under 'body'"):
-        fast("wrong", read=ReadOptions(text_key="body"))
-    with pytest.raises(UserError, match="no text in it"):
-        fast("wrong", read=ReadOptions(text_key="body"), max_bad=1000)
-    (tmp_path / "held").mkdir()
-    (tmp_path / "held" / "spm.model").write_bytes(b"theirs")
-    with pytest.raises(UserError, match="holds another tokenizer .spm.model."):
-        fast("held")
+    for most, message in ((0, r"text.jsonl:1: no string under 'body'"), (1000, "no text in it")):
+        with pytest.raises(UserError, match=message):
+            fast("wrong", read=ReadOptions(text_key="body"), max_bad=most)
     assert fast("mine").sha256 == fast("mine").sha256  # over its own
-    for out, message in ((tmp_path, "is one file; name it"), ("", "is one file; name it"),
-                         (path, "is one of the inputs")):
+    for out, message in (("", "is one file; name it"), (path, "is one of the inputs")):
         with pytest.raises(UserError, match=message):
             train_tokenizer(units, out, TokenizerRecipe(vocab_size=300), read=READ)
     assert len(documents_of(path)) == 200
@@ -233,34 +226,18 @@ def test_statistics_need_no_unknown_token(tmp_path):
     assert "WARNING" not in text
 
 
-def test_a_held_out_corpus_lies_beside_the_other(tmp_path):
-    path = written(tmp_path / "text.jsonl", random_documents(40))
-    with pytest.raises(UserError, match="put the held-out one next to it"):
-        tokenize(path, tmp_path / "out", heldout_out=tmp_path / "out" / "held", heldout_share=0.1)
-
-
-def test_an_output_lies_outside_of_the_inputs(tmp_path):
+def test_what_a_build_makes_lies_outside_of_its_inputs(tmp_path):
     (tmp_path / "in").mkdir()
-    written(tmp_path / "in" / "text.jsonl", random_documents(40))
+    corpus = CorpusRecipe(name="a", inputs=(str(tmp_path / "in"),))
     with pytest.raises(UserError, match="choose a directory outside"):
-        run_main("data_prep/tokenize_corpus.py", tmp_path / "in", "--tokenizer", tokenizer_path(),
-                 "--out", tmp_path / "in" / "out")
-    with pytest.raises(UserError, match="choose a directory outside"):  # its findings were undone
-        run_main("data_prep/dedup.py", tmp_path / "in", "--out", tmp_path / "in" / "out")
-    with pytest.raises(UserError, match="choose a directory outside"):
-        Build(Recipe(out=f"{tmp_path}/in/out", corpora=(
-            CorpusRecipe(name="a", inputs=(str(tmp_path / "in"),)),)))
+        Build(Recipe(out=f"{tmp_path}/in/out", corpora=(corpus,)))
 
 
-def test_options_that_would_do_nothing_are_refused(tmp_path, capsys):
-    path = written(tmp_path / "text.jsonl", random_documents(4))
+def test_options_of_single_commands_have_the_limits_of_the_recipe(capsys):
     with pytest.raises(SystemExit):
-        run_main("data_prep/tokenize_corpus.py", path, "--tokenizer", tokenizer_path(),
-                 "--out", tmp_path / "out", "--heldout_share", "0.5")
-    assert "holds nothing out without --heldout_out" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run_main("data_prep/show.py", "--config", "launch/runs/v3_base.toml", "--seq_len", 64)
-    assert "a run file has its own tokenizer and seq_len" in capsys.readouterr().err
+        run_main("data_prep/tokenize_corpus.py", "text", "--out", "o", "--tokenizer", "t",
+                 "--min_letter_share", "5")
+    assert "min_letter_share = 5.0: must be at most 1" in capsys.readouterr().err
 
 
 def test_documents_without_the_named_text_are_no_clean_ones(tmp_path):

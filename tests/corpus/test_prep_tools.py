@@ -46,13 +46,11 @@ def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
     assert tokenizer.mask_id == 400
     for text in SENTENCES:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    for pieces, words in ((100_000, r"make 100,000 subwords.*--vocab_size \d+, or give more"),
-                          (270, r"its characters alone are \d+: ask for more with --vocab_size")):
-        with pytest.raises(UserError, match=words) as refused:
+    for pieces in (100_000, 270):
+        with pytest.raises(UserError, match=f"make {pieces:,} subwords.*--vocab_size") as refused:
             train_tokenizer(units, tmp_path / "x.model", TokenizerRecipe(vocab_size=pieces),
                             read=read)
-        assert "INTERNAL" not in str(refused.value)
-    assert not (tmp_path / "x.model").exists()
+        assert "INTERNAL" not in str(refused.value) and not (tmp_path / "x.model").exists()
 
 
 def test_a_word_has_the_same_ids_wherever_it_stands(tmp_path):
@@ -107,10 +105,6 @@ def test_languages_are_sampled_by_temperature(tmp_path, temperature):
     assert texts == list(sample_texts(whole, 100_000, read, languages))
     natural = languages_of(whole, read, 1 << 40, 1.0)
     assert natural["sw"] == (there["sw"], pytest.approx(there["sw"]))
-    with pytest.raises(UserError, match="give --label_key or --label_from_directory"):
-        languages_of(units, ReadOptions(), 100_000, temperature)
-    with pytest.raises(UserError, match="no document here .* has a label"):
-        languages_of(units, ReadOptions(label_key="tongue"), 100_000, temperature)
 
 
 @pytest.fixture
@@ -158,16 +152,6 @@ def test_stats_of_another_script_warn(tmp_path):
     assert "WARNING: 2.4% of the tokens are unknown" in stats_text(stats, tokenizer)
 
 
-def test_stats_count_every_token(text_file, tmp_path):
-    tokenize(text_file, tmp_path / "out")
-    pack_corpus(tmp_path / "out", tiny_tokenizer(), 64)
-    stats = corpus_stats(tmp_path / "out", tiny_tokenizer())
-    assert stats.frequencies.sum() == stats.manifest.counts["tokens"]
-    assert stats.lengths.sum() == 300
-    text = stats_text(stats, tiny_tokenizer())
-    assert "rows-64" in text and "top 20 tokens" in text and "WARNING" not in text
-
-
 def test_what_build_made_is_no_corpus_but_holds_some(tmp_path):
     """verify.py took its manifests for bad input: "25 bad files"."""
     (tmp_path / "corpus.json").write_text("{}")
@@ -175,38 +159,36 @@ def test_what_build_made_is_no_corpus_but_holds_some(tmp_path):
         run_main("data_prep/verify.py", tmp_path)
 
 
-def test_show_and_verify_run(text_file, tmp_path):
+def test_stats_count_every_token_and_show_and_verify_run(text_file, tmp_path):
     out = tmp_path / "out"
     tokenize(text_file, out)
     pack_corpus(out, tiny_tokenizer(), 64)
+    stats = corpus_stats(out, tiny_tokenizer())
+    assert stats.frequencies.sum() == stats.manifest.counts["tokens"]
+    assert stats.lengths.sum() == 300
+    text = stats_text(stats, tiny_tokenizer())
+    assert "rows-64" in text and "top 20 tokens" in text and "WARNING" not in text
     for name in ("rows-backup", "rows-64.old"):  # whose names were tracebacks
         shutil.copytree(out / "rows-64", out / name)
     assert planned_lengths(out) == [64]
-    printed = [run_main("data_prep/show.py", out, "--tokenizer", tokenizer_path(), "--seq_len", 64),
-               run_main("data_prep/verify.py", out)]
-    assert "[CLS]" in printed[0] and "targets" in printed[0] and "{" in printed[0]
-    assert "files agree (full)" in printed[1]
-    assert Corpus(out, seq_len=64).content_hash[:16] in printed[1]
-
-
-def test_copies_of_one_text_that_are_all_held_out_are_said(tmp_path, capsys):
-    write_json_lines(tmp_path / "few.jsonl", SENTENCES[:1] * 9)
-    run_main("data_prep/tokenize_corpus.py", tmp_path / "few.jsonl", "--out", tmp_path / "web",
-             "--tokenizer", tokenizer_path(), "--heldout_out", tmp_path / "held",
-             "--heldout_share", 0.99)
-    assert "web: no document fell to it, all 9 to " in capsys.readouterr().err
+    shown = run_main("data_prep/show.py", out, "--tokenizer", tokenizer_path(), "--seq_len", 64)
+    assert "[CLS]" in shown and "targets" in shown and "{" in shown
+    verified = run_main("data_prep/verify.py", out)
+    assert "files agree (full)" in verified
+    assert Corpus(out, seq_len=64).content_hash[:16] in verified
 
 
 @pytest.mark.parametrize("options, message", [
-    ([], "held: no document fell to it"),
-    (["--min_characters", "9999"], "web: no document is left")])
+    (["--min_characters", "9999"], "web: no document is left"),
+    ([], "held: no document fell to it")])
 def test_a_part_that_got_no_document_is_said_at_once(tmp_path, capsys, options, message):
     """It was first said by the training, which asked to widen a "part (0.0, 1.0) of 0 shards"."""
     write_json_lines(tmp_path / "few.jsonl", SENTENCES[:4])
     run_main("data_prep/tokenize_corpus.py", tmp_path / "few.jsonl", "--out", tmp_path / "web",
              "--tokenizer", tokenizer_path(), "--heldout_out", tmp_path / "held", *options)
     assert message in (said := capsys.readouterr().err)
-    assert ("--heldout_share 0.5" in said) == (not options)
-    pack_corpus(tmp_path / "held", tiny_tokenizer(), 32)
-    with pytest.raises(UserError, match="held: has no documents; .*--heldout_share"):
-        Corpus(tmp_path / "held", seq_len=32)
+    if not options:
+        assert "--heldout_share 0.5" in said
+        pack_corpus(tmp_path / "held", tiny_tokenizer(), 32)
+        with pytest.raises(UserError, match="held: has no documents; .*--heldout_share"):
+            Corpus(tmp_path / "held", seq_len=32)

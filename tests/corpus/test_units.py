@@ -14,18 +14,12 @@ import tracemalloc
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import (
-    READ,
-    random_documents,
-    tiny_tokenizer,
-    tokenize,
-    tree,
-    write_json_lines,
-)
+from data_helpers import READ, random_documents, tiny_tokenizer, tokenize, tree, write_json_lines
 from launching import ROOT
 
 from deberta_ds.base.errors import UserError, still_at_work
@@ -57,14 +51,18 @@ def test_rank_0_works_too_and_takes_waiting_units_back(tmp_path):
 
 def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
     """The second deleted the files of the first."""
-    out = tmp_path / "out"
+    out, units = tmp_path / "out", plan_units([str(text_file)], READ)
     with job(out, {"version": 1}, finished="manifest.json"):
-        for work in (lambda: tokenize(text_file, out),
-                     lambda: find_duplicates(plan_units([str(text_file)], READ), out, read=READ)):
+        for work in (tokenize, partial(find_duplicates, read=READ)):
             with pytest.raises(UserError, match=r"another command is at work here \(pid \d+ on"):
-                work()
+                work(units, out)
     shutil.rmtree(out)
-    tokenize(text_file, out)
+    if not (child := os.fork()):  # a lock does not outlive its process
+        with job(out, {"version": 1}, finished="x"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (out / ".lock").exists()
+    tokenize(units, out)
     assert not (out / ".lock").exists()
 
 
@@ -150,40 +148,30 @@ def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path, m
 
 def test_a_part_that_begins_between_two_looks_is_no_other_command(tmp_path, monkeypatch):
     """The directory was found without a plan, then not empty: by the plan of another part."""
-    text, looks = units.plan_text({"version": 1}), []
+    plan, looks = {"version": 1}, []
 
     def exists(path):
         if not looks:
             looks.append(path)
-            units.write_plan(tmp_path, {"version": 1})
+            units.write_plan(tmp_path, plan)
             return False
         return os.path.exists(path)
 
     monkeypatch.setattr(Path, "exists", exists)
-    units.check_description(tmp_path, text, tmp_path)
+    units.check_description(tmp_path, plan, tmp_path)
     (tmp_path / "made").touch()
     with pytest.raises(UserError, match="other inputs or options"):
-        units.check_description(tmp_path, units.plan_text({"version": 1, "words": 9}), tmp_path)
-
-
-def test_a_lock_does_not_outlive_its_process(tmp_path):
-    if not (child := os.fork()):
-        with job(tmp_path / "out", {}, finished="x"):
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert (tmp_path / "out" / ".lock").exists()
-    with job(tmp_path / "out", {}, finished="x") as is_done:
-        assert not is_done
+        units.check_description(tmp_path, plan | {"words": 9}, tmp_path)
 
 
 def test_workers_where_pythons_default_is_a_fork_server(text_file, tmp_path):
     """As of Python 3.14: each worker took the server for its parent, found another, and ended."""
-    find_duplicates(plan_units([str(text_file)], READ, 20_000), tmp_path / "one", read=READ)
+    planned = plan_units([str(text_file)], READ, 20_000)
+    find_duplicates(planned, tmp_path / "one", read=READ)
     usual = multiprocessing.get_start_method()
     multiprocessing.set_start_method("forkserver", force=True)
     try:
-        find_duplicates(plan_units([str(text_file)], READ, 20_000), tmp_path / "two", read=READ,
-                        workers=2)
+        find_duplicates(planned, tmp_path / "two", read=READ, workers=2)
     finally:
         multiprocessing.set_start_method(usual, force=True)
     assert tree(tmp_path / "one") == tree(tmp_path / "two")

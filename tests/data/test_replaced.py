@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused(stored, tmp_path):
 def test_a_corpus_or_generator_that_changes_meanwhile_is_named(tmp_path, place):
     """Workers open both again, and would have mixed two states."""
     read = {str(TINY / "heldout"): Corpus(TINY / "heldout", seq_len=LENGTH).rows_content_hash,
-            GENERATOR: replacements._content_hash(GENERATOR)} | {place: "another"}
+            GENERATOR: replacements._generator(GENERATOR)[1]} | {place: "another"}
     with pytest.raises(UserError, match=f"{place}: changed while this command read it"):
         replacements.replace_shard(recipe(), str(tmp_path), 0, "00000-000", read)
 

@@ -22,8 +22,6 @@ def test_separated_values_give_the_same_documents(tmp_path):
         with opener(tmp_path / name, "wt", newline="", encoding="utf-8-sig") as file:
             csv.writer(file, delimiter=delimiter).writerows(rows)
         assert texts_of([tmp_path / name]) == [*TEXTS, 'a, "b"\nc'], name
-    with pytest.raises(UserError, match="no column 'body'; name one of id, text"):
-        texts_of([tmp_path / "c.csv"], text_key="body")
     (tmp_path / "c.csv").write_text('text\n"open quote')
     with pytest.raises(UserError, match="c.csv:2: unexpected end"):
         texts_of([tmp_path / "c.csv"])

@@ -80,7 +80,7 @@ def test_tokens_next_to_a_sentencepiece_model_are_taken_in(tmp_path):
 
 
 @pytest.mark.parametrize(("lines", "said"), [
-    ("one\ntwo words\n", "line 2 is 'two words'"), ("one\n\n", "line 2 is ''")])
+    ("one\ntwo words\n", ":2: 'two words': write"), ("one\n\n", ":2: '': write")])
 def test_a_symbol_is_one_word(tmp_path, lines, said):
     (tmp_path / "symbols.txt").write_text(lines)
     with pytest.raises(UserError, match=said):
