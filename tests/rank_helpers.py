@@ -177,7 +177,7 @@ def _rank_main(words: list[str], env: dict[str, str], out: Path, errors: Path,
     if executable:
         os.chdir(directory)
         os.environ.clear()
-        sys.executable = executable
+        sys.executable, sys.stdin = executable, open(0)
     os.environ.update(env)
     code, sys.argv = 0, words
     try:
@@ -188,7 +188,10 @@ def _rank_main(words: list[str], env: dict[str, str], out: Path, errors: Path,
             sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))  # as Python does
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as done:
-        code = done.code if isinstance(done.code, int) else int(done.code is not None)
+        code = done.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
         code = 1

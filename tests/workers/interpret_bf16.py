@@ -3,16 +3,21 @@
 As it comes (Triton 3.6 and 3.9) it multiplies the words themselves in `tl.dot`, truncates where the
 hardware rounds to nearest even, converts integers to words, and has no constants. Each call of a
 device function replaces all of triton.language: a third of the time, where once a launch will do.
-To import this switches the interpreter on, before Triton is first imported.
+To import this switches the interpreter on: Triton is imported anew, as it asks at its import.
 """
+# ruff: noqa: E402
 
 import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
+for name in [name for name in sys.modules if name.startswith("triton")]:
+    if not name.startswith("triton._C"):
+        del sys.modules[name]
 
 import triton.language as tl
 from triton.runtime import interpreter
