@@ -17,9 +17,10 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: setup
 	$(BIN)/python launch/demo.py $(DEMO_ARGS)
 
+# What tests import is compiled while mypy has the other core, or each worker of pytest does it.
 test: setup
 	$(BIN)/ruff check .
-	$(BIN)/mypy deberta_ds
+	$(BIN)/python -m pytest --collect-only -q >/dev/null & $(BIN)/mypy deberta_ds && wait
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
 lint: setup

@@ -2,9 +2,11 @@
 
 import gc
 import os
+import sys
 
 import pytest
 
+gc.disable()  # until all is imported
 _OF_THE_GROUP: dict[str, str] = {}  # variables that joining it has set
 
 
@@ -17,6 +19,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """What is imported by now is no garbage: each full collection looked at all of it, 0.6 s."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +34,18 @@ def process_group():
     yield
     os.environ.clear()
     os.environ.update(kept)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """Runs Python scripts as forks of one process that has imported everything."""
+    from rank_helpers import quick_python
+
+    from tools.fuzz.commands import Server
+
+    place = tmp_path_factory.mktemp("server")
+    with quick_python(place) as python, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", python)
+        with Server() as started:
+            patch.undo()
+            yield started

@@ -1,11 +1,12 @@
 """Helpers that start scripts on several ranks, and a tiny run that trains in seconds."""
 
 import contextlib
+import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -53,6 +54,19 @@ keep = 10
 """
 
 
+@functools.cache
+def _inputs() -> Path:
+    """Return a directory with a tokenizer and two corpora."""
+    root = Path(tokenizer_path()).with_name("run")
+    root.mkdir()
+    shutil.copy(tokenizer_path(), root)
+    tokenizer = tiny_tokenizer()
+    for name, count, seed in (("train", 200, 0), ("heldout", 40, 9)):
+        documents = [tokenizer.encode(text) for text in random_documents(count, seed)]
+        make_corpus(root / name, documents, tokenizer)
+    return root
+
+
 def make_run(root: Path, dropout: float = 0.0, two_layers: bool = False, **extra: str | None
              ) -> Path:
     """Write tokenizer, corpora and run.toml under `root`; return the run file.
@@ -60,12 +74,7 @@ def make_run(root: Path, dropout: float = 0.0, two_layers: bool = False, **extra
     `two_layers`: in both networks, as few as the enhanced mask decoder takes.
     `extra` maps a line of the template's key to another value, such as steps="10"; None: no line.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "spm.model").write_bytes(Path(tokenizer_path()).read_bytes())
-    tokenizer = tiny_tokenizer()
-    for name, count, seed in (("train", 200, 0), ("heldout", 40, 9)):
-        documents = [tokenizer.encode(text) for text in random_documents(count, seed)]
-        make_corpus(root / name, documents, tokenizer)
+    shutil.copytree(_inputs(), root, dirs_exist_ok=True)
     text = RUN.format(root=root, out=root / "out", dropout=dropout,
                       layers="num_layers = 2\n" * two_layers,
                       generator="generator_layers = 2\n" * two_layers)
@@ -101,20 +110,20 @@ def options_of(run_file: str | Path, ds_file: str | Path) -> list[str]:
 def torchrun(ranks: int, script: str | Path, *arguments, timeout: float = 240,
              check: bool = True) -> subprocess.CompletedProcess:
     """Run `script` on `ranks` ranks of this machine; on failure show what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc_per_node={ranks}", str(script), *map(str, arguments)]
-    return checked(subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True,
-                                  text=True, timeout=timeout), check)
+    with tempfile.TemporaryDirectory() as name, rank_helpers.quick_python(Path(name)) as program:
+        command = [program, "-m", "torch.distributed.run", "--standalone",
+                   f"--nproc_per_node={ranks}", str(script), *map(str, arguments)]
+        return checked(subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True,
+                                      text=True, timeout=timeout), check)
 
 
-def python(script: str | Path, *arguments, timeout: float = 240, check: bool = True
-           ) -> subprocess.CompletedProcess:
-    """Run `script` in one process without a launcher, as a fork that has everything imported."""
-    script, words = ROOT / script, [str(argument) for argument in arguments]
+def python(*words, timeout: float = 240, check: bool = True) -> subprocess.CompletedProcess:
+    """Run `python *words` without a launcher, as a fork that has everything imported."""
+    words = [*map(str, words)]
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(ROOT):
         out, errors = Path(name) / "out", Path(name) / "errors"
-        codes = rank_helpers.wait([rank_helpers.start_alone(script, words, out, errors)], timeout)
-        done = subprocess.CompletedProcess([script, *words], codes[0], *(
+        codes = rank_helpers.wait([rank_helpers.start_alone(words, out, errors)], timeout)
+        done = subprocess.CompletedProcess(words, codes[0], *(
             path.read_text(encoding="utf-8", errors="replace") for path in (out, errors)))
     return checked(done, check)
 

@@ -1,6 +1,9 @@
 """What the rank server loads before it forks: everything a run imports late, once for all ranks."""
+# ruff: noqa: E402
 
 import gc
+
+gc.disable()
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import setuptools  # noqa: F401
@@ -17,3 +20,4 @@ weight = torch.nn.Parameter(torch.zeros(4))
 torch.utils.checkpoint.checkpoint(lambda x: x * 2, weight, use_reentrant=False).sum().backward()
 torch.optim.AdamW([weight], fused=True).step()
 gc.freeze()  # or each collection in a rank looks at all of it, 0.6 s, and copies its pages
+gc.enable()

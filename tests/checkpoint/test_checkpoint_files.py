@@ -5,15 +5,13 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import rank_helpers
 import torch
-from launching import ENVIRONMENT, NVME_REASON, ROOT, make_run, options_of
+from launching import NVME_REASON, ROOT, make_run, options_of, python
 from small_disk import small_disk
 
 from deberta_ds.checkpoint import find, save, saved_state
@@ -102,10 +100,9 @@ def test_moments_on_nvme_are_restored(tmp_path):
 
 @pytest.mark.parametrize("kind", ["zero1_bf16", "zero3_bf16"])
 def test_same_tensors_as_deepspeeds_universal_converter(saved, tmp_path, kind):
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
-               str(saved / f"ck/deepspeed/w2_{kind}/zero"), "--output_folder", str(tmp_path),
-               "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
-    subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True)
+    python("-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
+           saved / f"ck/deepspeed/w2_{kind}/zero", "--output_folder", tmp_path,
+           "--num_extract_workers", 1, "--num_merge_workers", 1, "--inject_missing_state")
     state = SavedState(path_of(saved / f"ck/w2_{kind}", 2))
     for name in state.shapes:
         for key in (MASTER, "exp_avg", "exp_avg_sq"):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import rank_helpers
 from data_helpers import run_main
 from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run
 
@@ -147,10 +148,11 @@ def test_elastic_torchrun_does_not_start_again_what_has_ended_for_good(tmp_path,
                     "done = len(log.read_text()) if log.exists() else 0\n"
                     "log.write_text('x' * (done + 1))\n"
                     f"sys.exit({[int(code) for code in codes.split()]}[done])\n")
-    done = subprocess.run(
-        [sys.executable, ROOT / "launch/cluster/torchrun_elastic.py", "--standalone",
-         "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1", str(rank)],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    with rank_helpers.quick_python(tmp_path) as python:
+        done = subprocess.run(
+            [python, ROOT / "launch/cluster/torchrun_elastic.py", "--standalone",
+             "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1", str(rank)],
+            env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, len((tmp_path / "log").read_text())) == (end, starts), done.stderr
 
 

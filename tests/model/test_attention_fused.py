@@ -6,13 +6,11 @@ FULL_TABLE=1 adds longer sequences, and all tiles of all architectures.
 import json
 import math
 import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
+from launching import ROOT, python
 
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
 
@@ -23,19 +21,14 @@ from deberta_ds.model.attention.reference import reference_attention  # noqa: E4
 from deberta_ds.model.kernels import checks  # noqa: E402
 from deberta_ds.model.kernels.attention import _facts, _facts_once, tiles  # noqa: E402
 
-WORKERS = Path(__file__).parents[1] / "workers"
-ROOT = Path(__file__).parents[2]
+WORKERS = ROOT / "tests/workers"
 TOLERANCES = {"float32": 2e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
 FLASH = ["forward", "query", "key"]
 
 
 def run_worker(name: str, *arguments: str, timeout: int) -> list[dict]:
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
-    command = [sys.executable, WORKERS / name, *arguments]
-    process = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    done = python(WORKERS / name, *arguments, timeout=timeout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def check(lines: list[dict]) -> None:

@@ -4,9 +4,9 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
+import rank_helpers
 import torch
 from launching import ROOT
 
@@ -51,8 +51,9 @@ def test_every_command_of_the_demo_runs(tmp_path):
     for name in ("constraints.txt", "data_prep", "ds_configs", "examples", "launch", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     environ = {key: value for key, value in os.environ.items() if key != "SUPERGLUE_DIR"}
-    done = subprocess.run([sys.executable, "launch/demo.py", "--short"], cwd=tmp_path, text=True,
-                          capture_output=True, env=environ)
+    with rank_helpers.quick_python(tmp_path) as python:
+        done = subprocess.run([python, "launch/demo.py", "--short"], cwd=tmp_path, text=True,
+                              capture_output=True, env=environ)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
     results = {row["stage"]: row["result"] for row in summary}

@@ -5,10 +5,9 @@ import os
 import re
 import runpy
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import rank_helpers
 from launching import ENVIRONMENT, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ds_configs/README.md",
@@ -91,14 +90,15 @@ def test_the_tutorial_runs_as_it_is_written(tmp_path):
     for words, tiny in TINY.items():
         assert words in text, words
         text = text.replace(words, tiny)
-    environ = ENVIRONMENT | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environ = ENVIRONMENT | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     blocks = re.findall(r'```(\w+)(?: title="([^"\n]+)")?\n(.*?)```', text, re.DOTALL)
-    for kind, title, block in blocks:
-        if title:
-            (tmp_path / title).write_text(block, encoding="utf-8")
-        elif kind == "bash":
-            done = subprocess.run(["bash", "-ec", block], cwd=tmp_path, text=True, env=environ,
-                                  capture_output=True)
-            assert done.returncode == 0, block + done.stdout[-3000:] + done.stderr[-3000:]
+    with rank_helpers.quick_python(tmp_path):
+        for kind, title, block in blocks:
+            if title:
+                (tmp_path / title).write_text(block, encoding="utf-8")
+            elif kind == "bash":
+                done = subprocess.run(["bash", "-ec", block], cwd=tmp_path, text=True, env=environ,
+                                      capture_output=True)
+                assert done.returncode == 0, block + done.stdout[-3000:] + done.stderr[-3000:]
     predictions = (tmp_path / "tutorial/predictions.jsonl").read_text().splitlines()
     assert len(predictions) == 80 and "prediction" in json.loads(predictions[0])

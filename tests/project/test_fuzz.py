@@ -8,7 +8,7 @@ from small_disk import small_disk
 
 from deberta_ds.checkpoint.find import step_of
 from tools.fuzz.cases import CLASSES
-from tools.fuzz.commands import ROOT, Command, Server
+from tools.fuzz.commands import ROOT, Command
 from tools.fuzz.judge import try_case
 from tools.fuzz.readers import finetune, own_task, pretrain
 from tools.fuzz.setting import prepare
@@ -34,12 +34,6 @@ WRITERS = {  # every command that writes: what it writes first
     "dedup": (Command("data_prep/dedup.py", ("train.jsonl", "--out", "new", "--workers", "1")),
               "new/.job.json"),
 }
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

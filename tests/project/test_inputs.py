@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -315,10 +314,11 @@ def test_a_launcher_ends_with_the_message_of_the_unlike_rank(tmp_path, launcher)
                       "sys.argv = [one for one in sys.argv if '--local_rank' not in one]\n"
                       f"os.chdir({str(tmp_path)!r} + '/' + 'ab'[int(os.environ['RANK'])])\n"
                       f"runpy.run_path({str(FINETUNE)!r}, run_name='__main__')\n")
-    done = subprocess.run([sys.executable, *launcher, str(script), "--task", "CB", "--model",
-                           str(TINY / "rtd/export"), "--data", "data", "--any_size", "--out",
-                           str(tmp_path / "out"), "--CB.truncation=longest_first"], cwd=ROOT,
-                          env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    with rank_helpers.quick_python(tmp_path) as python:
+        done = subprocess.run([python, *launcher, str(script), "--task", "CB", "--model",
+                               str(TINY / "rtd/export"), "--data", "data", "--any_size", "--out",
+                               str(tmp_path / "out"), "--CB.truncation=longest_first"], cwd=ROOT,
+                              env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     text = done.stdout + done.stderr
     assert done.returncode and "rank 1 on " in text and "train.jsonl:" in text, text
     assert "gloo" not in text

@@ -13,7 +13,7 @@ from launching import ENVIRONMENT, ROOT
 
 from deberta_ds.base import command_line
 from deberta_ds.config import run_config
-from tools.fuzz.commands import Command, Server
+from tools.fuzz.commands import Command
 
 DIRECTORIES = ("launch", "launch/cluster", "data_prep", "benchmarks", "tools/faults")
 PYTHON = sorted(path for name in DIRECTORIES for path in (ROOT / name).glob("*.py")
@@ -25,13 +25,6 @@ UNKNOWN = "--no_such_option"
 
 def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-@pytest.fixture(scope="module")
-def server():
-    """Runs Python scripts as forks of one process that has imported everything."""
-    with Server() as running:
-        yield running
 
 
 def ask(server, path: Path, word: str, directory: Path) -> tuple[int, str]:

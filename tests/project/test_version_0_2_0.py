@@ -10,7 +10,7 @@ import rank_helpers
 from launching import ROOT
 
 from deberta_ds.tracking.log import read_metrics
-from tools.fuzz.commands import Command, Server
+from tools.fuzz.commands import Command
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 # Relative: fp32 on another processor, over four updates of 4-dimensional models.
@@ -25,12 +25,6 @@ def made(tmp_path):
     with tarfile.open(ROOT / "tests/golden/version_0_2_0.tar.xz") as archive:
         archive.extractall(root, filter="data")
     return root
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -1,21 +1,16 @@
-"""Run the fused kernels in Triton's interpreter, and print one JSON line a case.
-
-A process of its own, because TRITON_INTERPRET must be set before Triton is first imported.
-"""
+"""Run the fused kernels in Triton's interpreter, and print one JSON line a case."""
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import interpret_bf16  # noqa: F401
 import torch
 from attention_cases import SMALL_BUCKETS, V1, V3, relative_errors, run
 from attention_cases import Case as ContiguousCase
-from interpret_bf16 import patch
 
 from deberta_ds.model.attention import attend
 from deberta_ds.model.attention.dropout import keep_pairs
@@ -23,7 +18,6 @@ from deberta_ds.model.attention.geometry import make_band
 from deberta_ds.model.kernels.attention import ops
 
 ops._PROGRAMS = 4  # a program of the tables' gradients takes several sequences
-patch()
 torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN
 
 PIECES = torch.tensor([[1] * 20 + [2] * 66 + [3] * 9 + [0] * 5])

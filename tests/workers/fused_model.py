@@ -1,20 +1,16 @@
 """Train and evaluate a tiny model through all Triton kernels in the interpreter, next to the CPU's.
 
 Dropout is on: every path drops the same elements. Prints one JSON line a case: the largest relative
-distance of losses and gradients. A process of its own, because TRITON_INTERPRET must be set before
-Triton is first imported.
+distance of losses and gradients.
 """
 
 import json
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import interpret_bf16  # noqa: F401
 import numpy as np
 import torch
-from interpret_bf16 import patch
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.rows import Row, collate
@@ -70,7 +66,6 @@ def run(name: str, fused: bool) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    patch()
     interpreted = choose.interpreted
     for name in CASES:
         choose.interpreted = lambda: False

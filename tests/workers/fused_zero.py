@@ -7,17 +7,13 @@ Prints the largest relative distance of losses and of the parameters' movement.
 """
 
 import json
-import os
 import sys
 from dataclasses import replace
 
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["DS_ACCELERATOR"] = "cpu"
-
 import deepspeed
+import interpret_bf16  # noqa: F401
 import torch
 from fused_model import CONFIG, batch_of_a_packed_row
-from interpret_bf16 import patch
 
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
@@ -64,7 +60,6 @@ def main() -> None:
     results, sys.stdout = sys.stdout, sys.stderr  # the run's log is no result, nor is DeepSpeed's
     for handler in deepspeed.utils.logger.handlers:
         handler.setStream(sys.stderr)
-    patch()
     engine.init_distributed()
     for stage in map(int, sys.argv[1:]):
         right, found = run(stage, False), run(stage, True)

@@ -3,12 +3,22 @@
 As it comes (Triton 3.6 and 3.9) it multiplies the words themselves in `tl.dot`, truncates where the
 hardware rounds to nearest even, converts integers to words, and has no constants. Each call of a
 device function replaces all of triton.language: a third of the time, where once a launch will do.
+To import this switches the interpreter on: Triton is imported anew, as it asks at its import.
 """
+# ruff: noqa: E402
 
+import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+
+os.environ["TRITON_INTERPRET"] = "1"
+for name in [name for name in sys.modules if name.startswith("triton")]:
+    if not name.startswith("triton._C"):
+        del sys.modules[name]
+
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import (
@@ -18,37 +28,6 @@ from triton.runtime.interpreter import (
     TensorHandle,
     interpreter_builder,
 )
-
-
-def patch() -> None:
-    """Replace the functions that are wrong; idempotent is not needed, call it once."""
-    create_dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-    create_sum = InterpreterBuilder.create_fadd
-
-    def right_dot(self, a, b, d, *rest):
-        return create_dot(self, _widened(a), _widened(b), d, *rest)
-
-    def right_cast(self, src, dst_type):
-        target = dst_type.scalar
-        if target == tl.bfloat16 and src.dtype.scalar != tl.bfloat16:
-            return TensorHandle(_rounded(src.data), tl.bfloat16)
-        return cast(self, _widened(src), dst_type) if target != tl.bfloat16 else src
-
-    def right_sum(self, a, b):
-        total = create_sum(self, _widened(a), _widened(b))
-        is_bf16 = a.dtype.scalar == tl.bfloat16
-        return TensorHandle(_rounded(total.data), tl.bfloat16) if is_bf16 else total
-
-    both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    patch_lang = interpreter._patch_lang
-    interpreter._patch_lang = lambda _function: patch_lang(both)
-    InterpretedFunction.__call__ = lambda self, *given, **named: self.rewrite()(*given, **named)
-    # Half of the time would go to checks of integers.
-    interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
-    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = right_dot, right_cast
-    InterpreterBuilder.create_fadd = right_sum
-    InterpreterBuilder.get_bf16 = lambda self, value: TensorHandle(
-        _rounded(np.array([value], np.float32)), tl.bfloat16)
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:
@@ -61,3 +40,36 @@ def _widened(handle: TensorHandle) -> TensorHandle:
 def _rounded(values: np.ndarray) -> np.ndarray:
     narrow = torch.from_numpy(np.ascontiguousarray(values)).float().bfloat16()
     return narrow.view(torch.int16).numpy().view(np.uint16)
+
+
+create_dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+create_sum = InterpreterBuilder.create_fadd
+
+
+def right_dot(self, a, b, d, *rest):
+    return create_dot(self, _widened(a), _widened(b), d, *rest)
+
+
+def right_cast(self, src, dst_type):
+    target = dst_type.scalar
+    if target == tl.bfloat16 and src.dtype.scalar != tl.bfloat16:
+        return TensorHandle(_rounded(src.data), tl.bfloat16)
+    return cast(self, _widened(src), dst_type) if target != tl.bfloat16 else src
+
+
+def right_sum(self, a, b):
+    total = create_sum(self, _widened(a), _widened(b))
+    is_bf16 = a.dtype.scalar == tl.bfloat16
+    return TensorHandle(_rounded(total.data), tl.bfloat16) if is_bf16 else total
+
+
+both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+patch_lang = interpreter._patch_lang
+interpreter._patch_lang = lambda _function: patch_lang(both)
+InterpretedFunction.__call__ = lambda self, *given, **named: self.rewrite()(*given, **named)
+# Half of the time would go to checks of integers.
+interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
+InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = right_dot, right_cast
+InterpreterBuilder.create_fadd = right_sum
+InterpreterBuilder.get_bf16 = lambda self, value: TensorHandle(
+    _rounded(np.array([value], np.float32)), tl.bfloat16)

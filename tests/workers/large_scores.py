@@ -1,22 +1,19 @@
 """Fused fp16 attention in Triton's interpreter at scores of standard deviation 1 to 3000.
 
 Prints one JSON line a deviation: relative errors of the context and of every gradient, ours, ours
-with position terms kept, and those of Hugging Face's module in fp16, against float64. A process of
-its own, because TRITON_INTERPRET must be set before Triton is first imported.
+with position terms kept, and those of Hugging Face's module in fp16, against float64.
 """
 
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import interpret_bf16  # noqa: F401
 import torch
 from attention_cases import relative_errors
-from interpret_bf16 import patch
 
 from benchmarks.peers import GEOMETRY, hugging_face, make_problem, ours
 from deberta_ds.model.attention import attend
@@ -25,7 +22,6 @@ DEVIATIONS = (1, 4, 16, 64, 3000)
 
 
 def main() -> None:
-    patch()
     for deviation in DEVIATIONS:
         problem = make_problem(1, 100, 1, 64, torch.float64, "cpu", 0.0)
         v = problem.v_BHLD
