@@ -19,6 +19,11 @@ from pathlib import Path
 
 from deberta_ds.base.errors import UserError, first_line
 
+# What a launcher's processes are called above its ranks; their end is noticed (signals.py).
+PROGRAMS = {"deepspeed", "ds", "torchrun", "torchrun_elastic.py", "mpirun", "mpiexec", "orterun",
+            "orted", "prterun", "prted", "mpiexec.hydra", "hydra_pmi_proxy", "slurmstepd"}
+MODULES = {"deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run",
+           "torch.distributed.launch"}
 # What a launcher or a shell says in environment variables: read strictly, before anything waits.
 #
 # A wrong value would otherwise be a traceback of torch, a wait of half an hour for ranks that do

@@ -27,15 +27,12 @@ import psutil
 
 from deberta_ds.base.errors import EXIT_INTERRUPTED, tell
 from deberta_ds.base.files import write_atomic
+from deberta_ds.cluster.launcher import MODULES, PROGRAMS
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 1.0  # between two looks for the launcher
 _ECHO_SECONDS = 1.0  # a terminal and a launcher both pass on one Ctrl-C
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PROGRAMS = {"deepspeed", "ds", "torchrun", "torchrun_elastic.py", "mpirun", "mpiexec", "orterun",
-             "orted", "prterun", "prted", "mpiexec.hydra", "hydra_pmi_proxy", "slurmstepd"}
-_MODULES = {"deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run",
-            "torch.distributed.launch"}
 _SHELLS = {"sh", "bash", "dash", "zsh"}
 
 
@@ -74,8 +71,8 @@ def is_launcher(words: list[str]) -> bool:
         programs.add(PurePath(script).name)
     if "-m" in words[1:4]:
         position = words.index("-m")
-        return len(words) > position + 1 and words[position + 1] in _MODULES
-    return not _PROGRAMS.isdisjoint(programs)
+        return len(words) > position + 1 and words[position + 1] in MODULES
+    return not PROGRAMS.isdisjoint(programs)
 
 
 def started_at(pid: int) -> int | None:
@@ -100,7 +97,7 @@ def command_line(pid: int) -> list[str]:
 
 def _title(words: list[str]) -> str:
     names = [PurePath(word).name for word in words]
-    known = [name for name in names[:4] if name in _PROGRAMS | _MODULES]
+    known = [name for name in names[:4] if name in PROGRAMS | MODULES]
     return (known or names or ["its parent"])[0]
 
 
