@@ -177,7 +177,8 @@ def _rank_main(words: list[str], env: dict[str, str], out: Path, errors: Path,
     if executable:
         os.chdir(directory)
         os.environ.clear()
-        sys.executable, sys.stdin = executable, open(0)
+        sys.executable, sys.stdin, sys.stdout = executable, open(0), open(1, "w")
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
     os.environ.update(env)
     code, sys.argv = 0, words
     try:
