@@ -215,7 +215,7 @@ def take_down_shard(corpus: str, out: str, shard: shards.ShardInfo, gone: list[i
         planned = [shards.plan_files_of(shards.rows_directory(corpus, length), shard.name)
                    for length in plans]
         for path in map(Path, chain(shards.files_of(corpus, shard.name), *planned,
-                                    [origins_path(corpus, shard.name)])):
+                                    [str(origins_path(corpus, shard.name))])):
             link(path, Path(out) / path.relative_to(corpus))
         return {"shard": asdict(shard), "labels": {}, "origins": None,
                 "plans": {str(length): asdict(plan) for length, plan in plans.items()},

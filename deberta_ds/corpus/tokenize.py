@@ -274,8 +274,9 @@ class _Rolling:
 
     def abandon(self) -> None:
         """Remove a shard that is not finished."""
-        for writer in filter(None, (self._writer, self._origins)):
-            writer.abandon()
+        for writer in (self._writer, self._origins):
+            if writer is not None:
+                writer.abandon()
 
     def write(self, texts: list[str], documents: list[Document]) -> None:
         """Add documents; `texts`: what the tokenizer is given of each."""

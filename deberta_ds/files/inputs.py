@@ -44,7 +44,7 @@ def open_bytes(path: str):
     refuse_pipe(path)
     if "://" in path:
         file = _Streamed if path.startswith("http") else _RemoteFile  # not all servers give parts
-        raw = io.BufferedReader(file(path), _REMOTE_BYTES)
+        raw: Any = io.BufferedReader(file(path), _REMOTE_BYTES)
     else:
         raw = open(path, "rb")
     suffix = os.path.splitext(path)[1].lower()
