@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from deberta_ds.base.splitmix import GAMMA, dropout_threshold, mix_tensor, signed
 from deberta_ds.model import choose
+from deberta_ds.model.precision import matmul_dtype
 
 MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 _VALUES = 1 << 32
@@ -119,9 +120,7 @@ class LinearGelu(nn.Linear):
     """GELU(linear(x)); on a GPU the bias is added where GELU is computed, one pass each way."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        kind = hidden.device.type
-        product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        fused = fused_kernel("GELU", product or hidden.dtype, hidden)
+        fused = fused_kernel("GELU", matmul_dtype(hidden), hidden)
         if fused is None:
             return F.gelu(super().forward(hidden))
         return fused(F.linear(hidden, self.weight), self.bias)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model import choose
 from deberta_ds.model.dropout import Dropout
+from deberta_ds.model.precision import matmul_dtype
 
 
 class TokenEmbedding(nn.Module):
@@ -42,13 +43,10 @@ class TokenEmbedding(nn.Module):
 
 def loss_function(mode: str, hidden_TC: Tensor, weight_VC: Tensor) -> Callable:
     """Return `linear_cross_entropy` or its Triton kernels; `mode` is `model.cross_entropy`."""
-    device, dtype = hidden_TC.device, hidden_TC.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
     large = max(hidden_TC.numel(), weight_VC.numel()) >= choose.MOST_ELEMENTS
     obstacle = "2^31 hidden states or weights and more" if large else ""
-    return choose.find("cross-entropy", mode, device, dtype, hidden_TC.shape[1], None, (True, True),
-                       obstacle)[1]
+    return choose.find("cross-entropy", mode, hidden_TC.device, matmul_dtype(hidden_TC),
+                       hidden_TC.shape[1], None, (True, True), obstacle)[1]
 
 
 class InputBlock(nn.Module):

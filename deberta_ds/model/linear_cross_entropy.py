@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deberta_ds.model.precision import matmul_dtype
+
 # fp32 logits held at once when the caller names no chunk: on the CPU 2 MiB, which stay in cache.
 _CPU_CHUNK_LOGITS, _CHUNK_LOGITS = 1 << 19, 1 << 24
 _ALIGNED_IDS = 128
@@ -52,10 +54,8 @@ def linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, l
         raise ValueError(f"temperature must be positive, not {temperature}")
     if labels_T.is_cpu:
         check_labels(labels_T, size)
-    device = hidden_TC.device.type
-    if torch.is_autocast_enabled(device):
-        hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
-    chunk = chunk or chunk_for(hidden_TC.shape[0], device)
+    hidden_TC = hidden_TC.to(matmul_dtype(hidden_TC))
+    chunk = chunk or chunk_for(hidden_TC.shape[0], hidden_TC.device.type)
     spans = [(start, min(start + chunk, size)) for start in range(0, size, chunk)]
     return _LinearCrossEntropy.apply(
         hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, spans)

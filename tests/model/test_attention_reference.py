@@ -180,8 +180,6 @@ def test_bf16_input_keeps_fp32_scores():
 def test_impossible_arguments():
     tensors = _inputs()
     segments = torch.ones(2, 11, dtype=torch.int32)
-    with pytest.raises(ValueError, match="choose one of"):
-        attend(*tensors, geometry=Geometry(9, 4), segments=segments, mode="fast")
     with pytest.raises(ValueError, match="query_positions"):
         attend(
             tensors[0][:, :, :3], *tensors[1:], geometry=Geometry(9, 4), segments=segments)

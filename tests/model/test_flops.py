@@ -57,30 +57,19 @@ def counted(call) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_masked_lm(name):
-    model = CONFIGS[name]
+def test_parts_have_the_flops_that_torch_counts(name):
+    model, inputs = CONFIGS[name], batch()
     words, masked_lm = TokenEmbedding(model.vocab_size, model.hidden_size), MaskedLm(model)
-    for module in (words, masked_lm):
-        init_parameters(module, 0.02, 0)
-    inputs = batch()
-    expected = ROWS * LENGTH * flops.masked_lm(model, LENGTH, TARGETS / LENGTH)
-    expected += relative_projections(model)
-    assert counted(lambda: masked_lm(words, inputs)) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_detector(name):
-    model = CONFIGS[name]
     backbone, head = Backbone(model), ReplacedTokenHead(model)
-    for module in (backbone, head):
+    for module in (words, masked_lm, backbone, head):
         init_parameters(module, 0.02, 0)
-    inputs = batch()
-
-    def run():
-        head(backbone(inputs.input_ids, inputs.segments), inputs.positions)
-
-    expected = ROWS * LENGTH * flops.detector(model, LENGTH) + relative_projections(model)
-    assert counted(run) == pytest.approx(expected, rel=1e-12)
+    masked = counted(lambda: masked_lm(words, inputs))
+    detected = counted(
+        lambda: head(backbone(inputs.input_ids, inputs.segments), inputs.positions))
+    for found, per_token in ((masked, flops.masked_lm(model, LENGTH, TARGETS / LENGTH)),
+                             (detected, flops.detector(model, LENGTH))):
+        expected = ROWS * LENGTH * per_token + relative_projections(model)
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_published_model():

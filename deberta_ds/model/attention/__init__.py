@@ -5,6 +5,7 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the r
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deberta_ds.model.attention.dense import attend_cls
@@ -43,8 +44,9 @@ def attend(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *tables: Tensor | Non
     assert q_BHQD.dtype == k_BHLD.dtype == v_BHLD.dtype
     name, run = _find(k_BHLD, q_BHQD.shape[2], tables, geometry, mode)
     kept = {"keep_terms": keep_terms} if name == "fused" else {}
-    return run(q_BHQD, k_BHLD, v_BHLD, *tables, geometry=geometry, segments_BL=segments,
-               query_positions_BQ=query_positions_BQ, dropout=dropout, seed=seed, **kept)
+    with torch.autocast(q_BHQD.device.type, enabled=False):  # all compute in the operands' dtype
+        return run(q_BHQD, k_BHLD, v_BHLD, *tables, geometry=geometry, segments_BL=segments,
+                   query_positions_BQ=query_positions_BQ, dropout=dropout, seed=seed, **kept)
 
 
 def gathered_term(k_BHLD: Tensor, *tables: Tensor | None, geometry: Geometry, segments: Tensor,
@@ -58,8 +60,9 @@ def gathered_term(k_BHLD: Tensor, *tables: Tensor | None, geometry: Geometry, se
         return tables[1]
     from deberta_ds.model.kernels import attention
 
-    return attention.gathered_term(k_BHLD, *tables, geometry=geometry, segments_BL=segments,
-                                   query_positions_BQ=query_positions_BQ)
+    with torch.autocast(k_BHLD.device.type, enabled=False):
+        return attention.gathered_term(k_BHLD, *tables, geometry=geometry, segments_BL=segments,
+                                       query_positions_BQ=query_positions_BQ)
 
 
 def _find(k_BHLD: Tensor, queries: int, tables: tuple[Tensor | None, ...], geometry: Geometry,

@@ -33,19 +33,18 @@ def dense_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *tables: Ten
     padding_BQ = query_segments_BQ == 0
     # Every query sees a key, or softmax would be NaN; what padding sees is set to 0 below.
     masked_BQL = (query_segments_BQ[:, :, None] != segments_BL[:, None]) & ~padding_BQ[:, :, None]
-    with torch.autocast(q_BHQD.device.type, enabled=False):
-        q_GQD, k_GLD, v_GLD = (x.transpose(0, 1).reshape(heads * batch, -1, size)
-                               for x in (q_BHQD, k_BHLD, v_BHLD))
-        scores_GQL = _scores(q_GQD, k_GLD, *tables, geometry=geometry, columns_BQ=columns_BQ)
-        scores_HBQL = scores_GQL.view(heads, batch, queries, keys)
-        probs_HBQL = scores_HBQL.masked_fill_(masked_BQL, -math.inf).softmax(-1)
-        if dropout > 0:
-            assert seed is not None
-            kept_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout)
-            probs_HBQL = probs_HBQL * kept_BHQL.transpose(0, 1)
-        context_GQD = torch.bmm(probs_HBQL.flatten(0, 1), v_GLD) * (1 / (1 - dropout))
-        context_BQHD = context_GQD.view(heads, batch, queries, size).permute(1, 2, 0, 3)
-        return context_BQHD.masked_fill(padding_BQ[:, :, None, None], 0.0)
+    q_GQD, k_GLD, v_GLD = (x.transpose(0, 1).reshape(heads * batch, -1, size)
+                           for x in (q_BHQD, k_BHLD, v_BHLD))
+    scores_GQL = _scores(q_GQD, k_GLD, *tables, geometry=geometry, columns_BQ=columns_BQ)
+    scores_HBQL = scores_GQL.view(heads, batch, queries, keys)
+    probs_HBQL = scores_HBQL.masked_fill_(masked_BQL, -math.inf).softmax(-1)
+    if dropout > 0:
+        assert seed is not None
+        kept_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout)
+        probs_HBQL = probs_HBQL * kept_BHQL.transpose(0, 1)
+    context_GQD = torch.bmm(probs_HBQL.flatten(0, 1), v_GLD) * (1 / (1 - dropout))
+    context_BQHD = context_GQD.view(heads, batch, queries, size).permute(1, 2, 0, 3)
+    return context_BQHD.masked_fill(padding_BQ[:, :, None, None], 0.0)
 
 
 def _scores(q_GQD: Tensor, k_GLD: Tensor, pos_key_HSD: Tensor | None,
@@ -54,7 +53,7 @@ def _scores(q_GQD: Tensor, k_GLD: Tensor, pos_key_HSD: Tensor | None,
     """Return the scaled scores [G,Q,L]; columns_BQ None: query i is at column i."""
     keys = k_GLD.shape[1]
     scale = score_scale(q_GQD.shape[2], pos_key_HSD, pos_query_HSD)
-    scores_GQL = _product(q_GQD, k_GLD.transpose(1, 2), scale)
+    scores_GQL = scaled_product(q_GQD, k_GLD.transpose(1, 2), scale)
     if pos_key_HSD is not None:
         products_GQC = _products(q_GQD, pos_key_HSD, keys, geometry, -1, scale)
         if columns_BQ is None:
@@ -85,10 +84,10 @@ def _products(x_GXD: Tensor, table_HSD: Tensor, keys: int, geometry: Geometry, s
     one_hot_CS = slots_C1 == torch.arange(table_HSD.shape[1], device=x_GXD.device)
     table_HCD = one_hot_CS.to(x_GXD.dtype) @ table_HSD.to(x_GXD.dtype)
     rows = x_GXD.view(len(table_HSD), -1, x_GXD.shape[2])
-    return _product(rows, table_HCD.transpose(1, 2), scale).view(*x_GXD.shape[:2], -1)
+    return scaled_product(rows, table_HCD.transpose(1, 2), scale).view(*x_GXD.shape[:2], -1)
 
 
-def _product(left_GXD: Tensor, right_GDY: Tensor, scale: float) -> Tensor:
+def scaled_product(left_GXD: Tensor, right_GDY: Tensor, scale: float) -> Tensor:
     """Return scale * left @ right, rounded once."""
     return torch.baddbmm(left_GXD.new_zeros(()), left_GXD, right_GDY, beta=0, alpha=scale)
 

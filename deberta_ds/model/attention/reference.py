@@ -31,22 +31,21 @@ def reference_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *tables:
     compute = torch.float64 if q_BHQD.dtype == torch.float64 else torch.float32
     if query_positions_BQ is None:
         query_positions_BQ = torch.arange(queries, device=device).expand(batch, queries)
-    with torch.autocast(device.type, enabled=False):
-        q, k = q_BHQD.to(compute), k_BHLD.to(compute)
-        key_columns = torch.arange(keys, device=device)
-        slots_BQL = geometry.slots(query_positions_BQ[:, :, None] - key_columns)
-        index_BHQL = slots_BQL[:, None].expand(batch, heads, queries, keys)
-        content_BHQL, *terms = score_parts(q, k, index_BHQL, *tables).values()
-        scores_BHQL = sum(terms, content_BHQL) * score_scale(size, *tables)
-        allowed_B1QL = allowed_pairs(segments_BL, query_positions_BQ)[:, None]
-        scores_BHQL = scores_BHQL.masked_fill(~allowed_B1QL, -math.inf)
-        # A row without keys is all -inf: softmax gives NaN there, and the rule is 0.
-        probs_BHQL = scores_BHQL.softmax(-1).masked_fill(~allowed_B1QL, 0.0)
-        if dropout > 0:
-            assert seed is not None
-            keep_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout)
-            probs_BHQL = probs_BHQL * keep_BHQL / (1 - dropout)
-        context_BHQD = probs_BHQL.to(v_BHLD.dtype) @ v_BHLD
+    q, k = q_BHQD.to(compute), k_BHLD.to(compute)
+    key_columns = torch.arange(keys, device=device)
+    slots_BQL = geometry.slots(query_positions_BQ[:, :, None] - key_columns)
+    index_BHQL = slots_BQL[:, None].expand(batch, heads, queries, keys)
+    content_BHQL, *terms = score_parts(q, k, index_BHQL, *tables).values()
+    scores_BHQL = sum(terms, content_BHQL) * score_scale(size, *tables)
+    allowed_B1QL = allowed_pairs(segments_BL, query_positions_BQ)[:, None]
+    scores_BHQL = scores_BHQL.masked_fill(~allowed_B1QL, -math.inf)
+    # A row without keys is all -inf: softmax gives NaN there, and the rule is 0.
+    probs_BHQL = scores_BHQL.softmax(-1).masked_fill(~allowed_B1QL, 0.0)
+    if dropout > 0:
+        assert seed is not None
+        keep_BHQL = keep_pairs(seed, batch, heads, queries, keys, dropout)
+        probs_BHQL = probs_BHQL * keep_BHQL / (1 - dropout)
+    context_BHQD = probs_BHQL.to(v_BHLD.dtype) @ v_BHLD
     return context_BHQD.transpose(1, 2)
 
 

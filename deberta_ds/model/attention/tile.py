@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.model.attention import skew
+from deberta_ds.model.attention.dense import scaled_product
 from deberta_ds.model.attention.dropout import (
     WORD_KEYS,
     clear_dropped,
@@ -142,15 +143,10 @@ def operands(inputs: Inputs, tile: Tile) -> tuple[Tensor, Tensor]:
     return queries.contiguous(), keys.contiguous()  # oneDNN copies strided ones on every call
 
 
-def _scaled_product(a_GXD: Tensor, b_GDY: Tensor, scale: float) -> Tensor:
-    out_GXY = a_GXD.new_empty(*a_GXD.shape[:2], b_GDY.shape[2])
-    return torch.baddbmm(out_GXY, a_GXD, b_GDY, beta=0, alpha=scale, out=out_GXY)
-
-
 def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
     """Return the softmax [G,X,Y] of a tile; dropped pairs carry a minus sign."""
     q, k = operands(inputs, tile)
-    scores = _scaled_product(q, k.transpose(1, 2), inputs.scale)  # fresh: backward may keep it
+    scores = scaled_product(q, k.transpose(1, 2), inputs.scale)  # fresh: backward may keep it
     for term, of_keys in zip(inputs.terms, ROWS_ARE_KEYS, strict=True):
         if term:
             _add(inputs, term, scores, k if of_keys else q, tile, of_keys)
@@ -209,7 +205,7 @@ def add_gradients(inputs: Inputs, tile: Tile, probs: Tensor, out_grad: Tensor, t
         clear_dropped(grad, probs, kept)
         probs = torch.abs(probs, out=kept)
     torch.ops.aten._softmax_backward_data.out(grad, probs, -1, probs.dtype, grad_input=grad)
-    q_grad = _scaled_product(grad, k, inputs.scale)
+    q_grad = scaled_product(grad, k, inputs.scale)
     total.k_GYD.baddbmm_(grad.transpose(1, 2), q, alpha=inputs.scale)
     for term, of_keys, table in zip(inputs.terms, ROWS_ARE_KEYS, total.tables_GCD, strict=True):
         if term:

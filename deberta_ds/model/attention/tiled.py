@@ -46,11 +46,10 @@ def tiled_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *tables: Ten
     dtype = q_BHQD.dtype
     spans = split_into_spans(segments_BL, query_positions_BQ)
     clip = query_positions_BQ is None
-    with torch.autocast(q_BHQD.device.type, enabled=False):
-        tensors = [None if x is None else x.to(dtype)
-                   for x in (q_BHQD, k_BHLD, v_BHLD, *tables)]
-        context_BHQD = _TiledAttention.apply(
-            _Setting(geometry, spans, clip, dropout, seed), *tensors)
+    tensors = [None if x is None else x.to(dtype)
+               for x in (q_BHQD, k_BHLD, v_BHLD, *tables)]
+    context_BHQD = _TiledAttention.apply(
+        _Setting(geometry, spans, clip, dropout, seed), *tensors)
     return context_BHQD.transpose(1, 2)
 
 

@@ -24,6 +24,7 @@ from deberta_ds.model.linear_cross_entropy import (
     sum_of_targets,
     wide_product,
 )
+from deberta_ds.model.precision import matmul_dtype
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
@@ -149,14 +150,11 @@ def fused_linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Ten
 
     hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter.
     """
-    valid = count_predicted(weight_VC, valid_vocab)
-    device = hidden_TC.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden_TC, weight_VC = hidden_TC.to(dtype), weight_VC.to(dtype)
+    valid, dtype = count_predicted(weight_VC, valid_vocab), matmul_dtype(hidden_TC)
+    hidden_TC, weight_VC = (x.to(dtype).contiguous() for x in (hidden_TC, weight_VC))
     return _FusedLinearCrossEntropy.apply(
-        hidden_TC.contiguous(), weight_VC.contiguous(), bias_V.contiguous(),
-        labels_T.contiguous(), uniforms_T, temperature, valid)
+        hidden_TC, weight_VC, bias_V.contiguous(), labels_T.contiguous(), uniforms_T, temperature,
+        valid)
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):

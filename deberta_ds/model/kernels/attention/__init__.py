@@ -32,19 +32,18 @@ def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
     dtype, size = q_BHQD.dtype, q_BHQD.shape[-1]
     scale = score_scale(size, pos_key_HSD, pos_query_HSD)
     facts, p2c, p2c_table = _facts_once(segments_BL, query_positions_BQ), None, None
-    with torch.autocast(q_BHQD.device.type, enabled=False):
-        qkv = [_rows_contiguous(_widened(x.to(dtype))) for x in (q_BHQD, k_BHLD, v_BHLD)]
-        c2p_table = _expand(pos_key_HSD, geometry, k_BHLD, True)
-        if query_positions_BQ is None:
-            p2c_table = _expand(pos_query_HSD, geometry, k_BHLD, False)
-        elif pos_query_HSD is not None and pos_query_HSD.dim() == 4:
-            p2c = pos_query_HSD
-        else:
-            p2c = gathered_term(k_BHLD, pos_key_HSD, pos_query_HSD, geometry=geometry,
-                                segments_BL=segments_BL, query_positions_BQ=query_positions_BQ)
-        context_BQHD = ops.FusedAttention.apply(
-            *qkv, c2p_table, p2c_table, p2c, *facts, seed, geometry.reach, scale, float(dropout),
-            keep_terms)
+    qkv = [_rows_contiguous(_widened(x.to(dtype))) for x in (q_BHQD, k_BHLD, v_BHLD)]
+    c2p_table = _expand(pos_key_HSD, geometry, k_BHLD, True)
+    if query_positions_BQ is None:
+        p2c_table = _expand(pos_query_HSD, geometry, k_BHLD, False)
+    elif pos_query_HSD is not None and pos_query_HSD.dim() == 4:
+        p2c = pos_query_HSD
+    else:
+        p2c = gathered_term(k_BHLD, pos_key_HSD, pos_query_HSD, geometry=geometry,
+                            segments_BL=segments_BL, query_positions_BQ=query_positions_BQ)
+    context_BQHD = ops.FusedAttention.apply(
+        *qkv, c2p_table, p2c_table, p2c, *facts, seed, geometry.reach, scale, float(dropout),
+        keep_terms)
     return context_BQHD[..., :size]
 
 
@@ -54,12 +53,11 @@ def gathered_term(k_BHLD: Tensor, pos_key_HSD: Tensor | None, pos_query_HSD: Ten
     with the same keys.
     """
     scale = score_scale(k_BHLD.shape[-1], pos_key_HSD, pos_query_HSD)
-    with torch.autocast(k_BHLD.device.type, enabled=False):
-        keys = _rows_contiguous(_widened(k_BHLD))
-        return ops.GatheredBias.apply(
-            keys.detach() if pos_query_HSD is None else keys,  # without a table only a mask
-            _expand(pos_query_HSD, geometry, k_BHLD, False),
-            *_facts_once(segments_BL, query_positions_BQ), geometry.reach, scale)
+    keys = _rows_contiguous(_widened(k_BHLD))
+    return ops.GatheredBias.apply(
+        keys.detach() if pos_query_HSD is None else keys,  # without a table only a mask
+        _expand(pos_query_HSD, geometry, k_BHLD, False),
+        *_facts_once(segments_BL, query_positions_BQ), geometry.reach, scale)
 
 
 def _widened(x: Tensor) -> Tensor:
