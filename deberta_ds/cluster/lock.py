@@ -121,8 +121,8 @@ def is_held(out_dir: str | Path) -> bool:
 def release(out_dir: str | Path) -> None:
     """Delete the lock, if it is this process's or what a dead job of this machine has left."""
     with suppress(UserError, OSError):
-        holder = _read(Path(out_dir, NAME))
-        is_mine = holder is not None and holder.job == this_process().job
+        holder, mine = _read(Path(out_dir, NAME)), this_process()
+        is_mine = holder and (holder.machine, holder.job) == (mine.machine, mine.job)
         if is_mine or not is_held(out_dir):
             for name in (BEAT, NAME):
                 Path(out_dir, name).unlink(missing_ok=True)
