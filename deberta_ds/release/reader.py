@@ -112,14 +112,14 @@ def read_foreign(path: Path, tokenizer: str | Path | None = None) -> Release:
 def _checked(release: Release, path: Path, tokenizer: str | Path | None,
              said: Callable[[str], str] = str) -> Release:
     """Return a release with its tokenizer and digests; `said` gives the names in its files."""
-    for name, network in release.networks().items():
+    networks = release.networks().items()
+    for name, network in networks:
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
-    rows = {name: network.config.vocab_size for name, network in release.networks().items()}
+    rows = {name: network.config.vocab_size for name, network in networks}
     if len(set(rows.values())) > 1:
         raise UserError(f"{path}: the token embedding has {rows['main']} rows, the generator's "
                         f"{rows['generator']}; they must be of one model: put the generator that "
                         "was trained with it in that one's place")
-    networks = release.networks().items()
     weights = model_files.tensors_digest({f"{name} {key}": tensor for name, network in networks
                                           for key, tensor in network.tensors.items()})
     release.tokenizer = model_files.open_tokenizer(release.tokenizer_files)
