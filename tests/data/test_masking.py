@@ -132,12 +132,6 @@ def test_random_tokens_are_no_bytes_that_the_sequence_lacks():
     assert set(np.flatnonzero(~part & ~SPECIAL)) <= set(drawn)
 
 
-def test_a_row_of_one_long_word_gets_a_target():
-    ids = np.array([1, 5] + [4] * 10 + [2], dtype=np.int64)  # id 4 continues a word
-    for max_ngram in (1, 3):
-        assert (mask(ids, max_ngram=max_ngram)[1] != -100).sum() == 11
-
-
 @pytest.mark.parametrize("max_ngram", [1, 3])
 @pytest.mark.parametrize(("length", "prose"), [(512, 0), (512, 60), (128, 0), (128, 10), (64, 2),
                                                (40, 0), (24, 3)])
@@ -259,6 +253,9 @@ def test_deberta_window_never_masks_the_end_of_a_row():
 
 def test_where_no_word_fits_the_shortest_is_chosen():
     """Characters of several bytes are words of their own in a long word, of unlike lengths."""
+    ids = np.array([1, 5] + [4] * 10 + [2], dtype=np.int64)  # id 4 continues a word
+    for max_ngram in (1, 3):
+        assert (mask(ids, max_ngram=max_ngram)[1] != -100).sum() == 11
     starts, lengths, dice = np.array([1, 4, 6]), np.array([3, 2, 4]), np.random.default_rng(0)
     assert masking.choose_words(lengths, 1, dice).tolist() == [1]
     assert masking.choose_ngrams(starts, lengths, 1, 3, dice).tolist() == [1]

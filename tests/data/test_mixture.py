@@ -98,18 +98,17 @@ def test_every_token_is_in_exactly_one_row(lengths, seq_len, seed):
     assert hard == plan.hard_cuts
 
 
-def test_no_piece_starts_inside_a_word_when_words_are_short():
+def test_pieces_start_at_words_unless_one_is_too_long_or_there_is_none():
     tokens = np.tile(np.array([0, 1, 2, 4, 5], dtype=np.uint16), 400)  # words of five tokens
     plan = plan_rows(np.array([len(tokens)]), tokens, WORD_STARTS, 32)
     assert plan.hard_cuts == 0
     assert WORD_STARTS[tokens[plan.segments[:, 0]]].all()
-
-
-def test_a_word_longer_than_half_a_row_is_cut_and_counted():
-    tokens = np.ones(100, dtype=np.uint16)  # no id that starts a word
-    plan = plan_rows(np.array([100]), tokens, WORD_STARTS, 32)
-    assert plan.hard_cuts == 3
-    assert plan.segments[:, 1].max() == 30
+    one_word = np.ones(100, dtype=np.uint16)  # no id that starts a word
+    plan = plan_rows(np.array([100]), one_word, WORD_STARTS, 32)
+    assert plan.hard_cuts == 3 and plan.segments[:, 1].max() == 30
+    empty = np.zeros(0, dtype=np.int64)
+    plan = plan_rows(empty, empty.astype(np.uint16), WORD_STARTS, 32)
+    assert len(plan.segments) == 0 and plan.starts.tolist() == [0]
 
 
 def test_best_fit_agrees_with_a_loop_from_the_definition():
@@ -140,12 +139,6 @@ def test_rows_are_full_on_natural_lengths():
     plan = plan_rows(np.cumsum(lengths), tokens, WORD_STARTS, 512)
     used = int(plan.segments[:, 1].sum()) + FRAME_TOKENS * len(plan.segments)
     assert used / (512 * (len(plan.starts) - 1)) > 0.985
-
-
-def test_an_empty_shard_has_no_rows():
-    empty = np.zeros(0, dtype=np.int64)
-    plan = plan_rows(empty, empty.astype(np.uint16), WORD_STARTS, 32)
-    assert len(plan.segments) == 0 and plan.starts.tolist() == [0]
 
 
 @settings(max_examples=60, deadline=None)
