@@ -25,7 +25,12 @@ import tokenizers
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.tokenizer import words
 from deberta_ds.tokenizer.files import Files, read_settings, token_name
-from deberta_ds.tokenizer.kinds import read_specification, subword_kind, what_is_lost
+from deberta_ds.tokenizer.kinds import (
+    parts_of,
+    read_specification,
+    subword_kind,
+    what_is_lost,
+)
 from deberta_ds.tokenizer.roles import check_roles, look_up_roles
 
 # Workers are processes here; threads inside each would share the same cores.
@@ -200,7 +205,8 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
     hidden |= numbers & {token["id"] for token in added if token["special"]} - {unknown}
     model = _without_names(specification["model"], hidden)
     added = [token for token in added if not token["special"] or token["id"] not in numbers]
-    if (growth := _growth(specification.get("normalizer"))) > _MOST_GROWTH:
+    growth = math.prod(map(_growth, parts_of(specification.get("normalizer"))))
+    if growth > _MOST_GROWTH:
         raise UserError(f"{place}: its normalizer makes {growth:,} characters of one by Replace "
                         f"(at most {_MOST_GROWTH}, or a text could fill the memory); "
                         "shorten what it writes")
@@ -241,13 +247,8 @@ def _silent_panics() -> Iterator[None]:
             os.dup2(kept.fileno(), 2)
 
 
-def _growth(normalizer) -> int:
-    """Return how many characters one can become by replacements, one after the other."""
-    if not isinstance(normalizer, dict):
-        return 1
-    inner = normalizer.get("normalizers")
-    if isinstance(inner, list):
-        return math.prod(map(_growth, inner))
+def _growth(normalizer: dict) -> int:
+    """Return how many characters a step of a normalizer can make of one by replacing."""
     content, pattern = normalizer.get("content"), normalizer.get("pattern")
     if not (isinstance(content, str) and isinstance(pattern, dict)):
         return 1
