@@ -11,12 +11,21 @@ import tokenizers
 from data_helpers import SENTENCES, tokenizer_path
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.recipe import TokenizerRecipe
+from deberta_ds.corpus.train_tokenizer import train_tokenizer
+from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
 
 BRACKETS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
 ANGLES = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 NAMES = ("pad", "cls", "sep", "unk", "mask")
 TEXTS = list(SENTENCES * 4)
+ODD = (*SENTENCES, "", " ", "\r\n\u2028\x85 x \u2028", "ﬁ ½ Ａ x\u200by", "x" * 500,
+       "  two  spaces\u00a0and a soft\u00adhyphen, cafe\u0301 f(x)=3.14e-5; # !?\r\n",
+       "\ttab\t\tthere 😀 नमस्ते ไทย \U000e0001", "   leading, <extra>the quick brown<tool> fox  ",
+       "def f(x):\n    return x", "\ufeff\u200bThe fox", "\x01\x02 The fox", "tab\x1cfile\x1fsep",
+       "日本 \u3000x \U0001f600\U0001f468\u200d\U0001f469 한국어", "don't (stop) it_is 12.5%")
 
 
 def _train(model, trainer, normalizer=None, pre_tokenizer=None, decoder=None):
@@ -216,13 +225,6 @@ def _sentencepiece(path: Path, **options) -> Path:
     return path
 
 
-def sentencepiece_bpe(path: Path) -> Path:
-    """A SentencePiece BPE model with DeBERTa's special ids."""
-    return _sentencepiece(path, model_type="bpe", vocab_size=656, byte_fallback=True,
-                          pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
-                          bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
-
-
 def sentencepiece_albert(path: Path) -> Path:
     """Unigram with a normalizer; [CLS], [SEP] and [MASK] are ids 2 to 4, unknown text is [UNK]."""
     return _sentencepiece(path, model_type="unigram", vocab_size=400,
@@ -231,11 +233,16 @@ def sentencepiece_albert(path: Path) -> Path:
                           control_symbols=["[CLS]", "[SEP]"], user_defined_symbols=["[MASK]"])
 
 
-def sentencepiece_v3(path: Path) -> Path:
+def sentencepiece_v3(path: Path, **options) -> Path:
     """DeBERTa's special ids, and a normalizer of its own, as the public v2 and v3."""
-    return _sentencepiece(path, model_type="unigram", vocab_size=400,
+    return _sentencepiece(path, **{"model_type": "unigram", "vocab_size": 400} | options,
                           pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
                           bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
+
+
+def sentencepiece_bpe(path: Path) -> Path:
+    """A SentencePiece BPE model with DeBERTa's special ids."""
+    return sentencepiece_v3(path, model_type="bpe", vocab_size=656, byte_fallback=True)
 
 
 def sentencepiece_t5(path: Path) -> Path:
@@ -252,7 +259,7 @@ def sentencepiece_llama(path: Path) -> Path:
 
 
 SENTENCEPIECE = {"albert": sentencepiece_albert, "v3": sentencepiece_v3, "t5": sentencepiece_t5,
-                 "llama_spm": sentencepiece_llama}
+                 "llama_spm": sentencepiece_llama, "spm_bpe": sentencepiece_bpe}
 MAKERS = {"roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": modernbert,
           "deberta_v1": deberta_v1, "qwen": qwen, "bert": bert,
           "bert_cased": functools.partial(bert, lower=False), "bert_vocab_txt": bert_vocab_txt,
@@ -260,9 +267,23 @@ MAKERS = {"roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": mo
           "llama": llama}
 
 
+def trained(directory: Path, lines, name: str = "tokenizer", **recipe) -> Tokenizer:
+    """Return a tokenizer of ours, trained on lines of text that are written beside it."""
+    (directory / "lines.txt").write_text("\n".join(lines), encoding="utf-8")
+    read = ReadOptions("line")
+    return train_tokenizer(plan_units([str(directory / "lines.txt")], read), directory / name,
+                           TokenizerRecipe(**recipe), read=read)
+
+
 @functools.cache
 def directory_of(name: str) -> Path:
-    """Return the directory of one small tokenizer, made once."""
+    """Return the directory of one small tokenizer, made once; next to that of a SentencePiece model
+    lies the model as its authors have it, their.model.
+    """
     if name == "sentencepiece":
         return Path(tokenizer_path())
-    return MAKERS[name](Path(tempfile.mkdtemp(prefix="deberta_ds_tests_")) / name)
+    place = Path(tempfile.mkdtemp(prefix="deberta_ds_tests_")) / name
+    if name in MAKERS:
+        return MAKERS[name](place)
+    add_special_tokens(SENTENCEPIECE[name](place.with_name("their.model")), place)
+    return place

@@ -151,17 +151,6 @@ def test_the_published_rule_has_other_words_and_masks_unknown_tokens_with_them(
                                          (3, 4, True, True), (4, 5, True, True)]
 
 
-def test_word_ids_of_no_words_and_without_a_masked_lm_are_errors(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="leave --scoring out"):
-        pair_scores.score_pairs(discriminator(), PAIRS, "word_ids")
-    with pytest.raises(UserError, match="'\\[MASK\\] is it': the exported tokenizer gives"):
-        exported_word_ids(tiny_tokenizer(), ["[MASK] is it"])
-    text = json.loads(build_tokenizer_json(tiny_tokenizer())) | {"pre_tokenizer": None}
-    monkeypatch.setattr(model_files, "build_tokenizer_json", lambda _: json.dumps(text))
-    with pytest.raises(UserError, match="or takes it for one word"):
-        exported_word_ids(tiny_tokenizer(), ["It is."])
-
-
 def test_originality_equals_a_loop_over_transformers_layers():
     model = discriminator()
     found = pair_scores.score_pairs(model, PAIRS).scores
@@ -192,23 +181,17 @@ def test_originality_equals_a_loop_over_transformers_layers():
                 sum(log_p[start:len(ids) - end]), rel=1e-5, abs=1e-9)
 
 
-def constant_discriminator() -> LoadedModel:
-    model = discriminator()
-    with torch.no_grad():
-        model.replaced_token_head.classifier.weight.zero_()
-    return model
-
-
 def test_a_constant_model_gets_exactly_half():
     swapped = [dataclasses.replace(pair, bad=" ".join(reversed(pair.good.split())))
                for pair in PAIRS]
     same_length = [pair for pair in swapped if len(tiny_tokenizer().encode(pair.good))
                    == len(tiny_tokenizer().encode(pair.bad))]
-    model = masked_model()
+    (words, masked_lm), judge = masked_model().masked_lm, discriminator()
     with torch.no_grad():
-        model.masked_lm[0].weight.zero_()
-        model.masked_lm[1].head.bias.zero_()
-    both = dataclasses.replace(constant_discriminator(), masked_lm=model.masked_lm)
+        for tensor in (words.weight, masked_lm.head.bias,
+                       judge.replaced_token_head.classifier.weight):
+            tensor.zero_()
+    both = dataclasses.replace(judge, masked_lm=(words, masked_lm))
     assert same_length
     result = pair_scores.summarize(pair_scores.score_pairs(both, same_length), same_length)
     assert set(result) == set(pair_scores.SCORERS) - {"pll_word_ids"}
@@ -220,20 +203,17 @@ def test_a_constant_model_gets_exactly_half():
     assert result["discriminator_mean"]["accuracy"] == 0.5
 
 
-def test_a_tie_counts_half_and_rounding_is_a_tie():
-    scores = np.array([[-3.0, -4.0], [-4.0, -3.0], [-5.0, -5.0], [-5.0, -5.0 - 1e-7], [0.0, 0.0]])
-    assert outcomes(scores).tolist() == [1, 0, 0.5, 0.5, 0.5]
-
-
-def test_scores_that_are_no_numbers_are_no_scores(tmp_path):
+def test_a_tie_counts_half_rounding_is_a_tie_and_what_is_no_number_is_no_score():
     """A diverged model got 0 % and no word."""
+    scores = np.array([[-3.0, -4.0], [-4.0, -3.0], [-5.0, -5.0], [-5.0, -5.0 - 1e-7], [0.0, 0.0],
+                       [np.nan, 1.0], [-np.inf, np.nan], [np.inf, np.inf]])
+    assert outcomes(scores)[:5].tolist() == [1, 0, 0.5, 0.5, 0.5]
+    assert np.isnan(outcomes(scores)[5:]).all()
     model = dataclasses.replace(discriminator(), masked_lm=masked_model().masked_lm)
     with torch.no_grad():
         model.masked_lm[0].weight.fill_(torch.nan)
     with pytest.raises(UserError, match=r"PLL by word \(.*: the score of 'The .* is no number"):
         pair_scores.score_pairs(model, PAIRS)
-    scores = np.array([[np.nan, 1.0], [-np.inf, np.nan], [np.inf, np.inf], [1.0, 0.0]])
-    assert np.isnan(outcomes(scores)).tolist() == [True, True, True, False]
 
 
 def test_every_piece_is_asked_once_in_each_reading():
@@ -267,25 +247,29 @@ def test_interval_and_means_are_those_of_the_formulas():
     assert pair_scores.summarize(scored, pairs)["pll_word"] == result
 
 
-def test_long_sentences_and_models_without_heads_are_refused():
-    with pytest.raises(UserError, match="the model has 64 positions"):
-        pair_scores.score_pairs(masked_model(), [MinimalPair("word " * 90, "a", "p", "q")])
-    bare = dataclasses.replace(masked_model(), masked_lm=None)
-    with pytest.raises(UserError, match="cannot score sentences"):
-        pair_scores.score_pairs(bare, PAIRS)
-
-
-def with_paradigms(names) -> dict:
-    """Return as much of a minimal_pairs.json."""
-    return {"scorers": {"pll_word": {"paradigms": {name: {"phenomenon": "all"} for name in names}}}}
+def test_what_cannot_be_scored_is_refused(monkeypatch):
+    for model, pairs, scoring, message in (
+            (masked_model(), [MinimalPair("word " * 90, "a", "p", "q")], "word", "64 positions"),
+            (dataclasses.replace(masked_model(), masked_lm=None), PAIRS, "word", "cannot score se"),
+            (discriminator(), PAIRS, "word_ids", "leave --scoring out")):
+        with pytest.raises(UserError, match=message):
+            pair_scores.score_pairs(model, pairs, scoring)
+    with pytest.raises(UserError, match="'\\[MASK\\] is it': the exported tokenizer gives"):
+        exported_word_ids(tiny_tokenizer(), ["[MASK] is it"])
+    text = json.loads(build_tokenizer_json(tiny_tokenizer())) | {"pre_tokenizer": None}
+    monkeypatch.setattr(model_files, "build_tokenizer_json", lambda _: json.dumps(text))
+    with pytest.raises(UserError, match="or takes it for one word"):
+        exported_word_ids(tiny_tokenizer(), ["It is."])
 
 
 def test_published_scores_average_to_the_published_overall():
     scores = json.loads(pair_scores.PUBLISHED.read_text())["paradigms"]
-    found = pair_scores.published_scores(with_paradigms(scores))
+    theirs, own = ({"scorers": {"pll_word": {"paradigms": {
+        name: {"phenomenon": "all"} for name in names}}}} for names in (scores, ["own"]))
+    found = pair_scores.published_scores(theirs)
     overall = [round(100 * column["overall"], 1) for column in found.values()]
     assert overall == [61.2, 69.8, 69.6, 83.0, 88.6]
-    assert pair_scores.published_scores(with_paradigms(["own"])) == {}
+    assert pair_scores.published_scores(own) == {}
 
 
 @pytest.mark.parametrize("kind, sharing", [("mlm", "gdes"), ("rtd", "gdes"), ("rtd", "es"),

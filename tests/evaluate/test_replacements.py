@@ -80,13 +80,10 @@ def test_models_without_the_heads_are_refused(model, rows, tmp_path):
         score_discriminator(model, tmp_path / "alone", {"": rows})
 
 
-def test_rows_longer_than_a_model_s_positions_are_refused(model, rows):
+def test_rows_that_are_too_long_or_without_a_masked_token_are_refused(model, rows):
     longer = [dataclasses.replace(rows[0], input_ids=np.zeros(65, np.int64))]
-    with pytest.raises(UserError, match="has 64 positions, but the sequences have up to 65 tokens"):
-        score_discriminator(model, model, {"": longer})
-
-
-def test_rows_without_a_masked_token_are_refused(model, rows):
     empty = [dataclasses.replace(row, labels=np.full_like(row.labels, -100)) for row in rows]
-    with pytest.raises(UserError, match="the 8 held-out sequences have no masked token"):
-        score_discriminator(model, model, {"": empty})
+    for bad, message in ((longer, "has 64 positions, but the sequences have up to 65 tokens"),
+                         (empty, "the 8 held-out sequences have no masked token")):
+        with pytest.raises(UserError, match=message):
+            score_discriminator(model, model, {"": bad})

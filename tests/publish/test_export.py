@@ -19,6 +19,7 @@ from export_cases import (
     started,
 )
 from hugging_face_models import decoded_by_transformers
+from tokenizer_cases import ODD
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_masked_lm
@@ -50,13 +51,9 @@ def test_discriminator_is_merged(sharing):
     run = run_config("v3", embedding_sharing=sharing)
     state = random_state(build_model(run))
     release = release_of_state(state, run)
-    words = release.main.tensors["words.weight"]
-    expected = state["words.weight"]
-    if sharing == "gdes":
-        expected = expected + state["discriminator.words.weight"]
-    elif sharing == "nes":
-        expected = state["discriminator.words.weight"]
-    assert torch.equal(words, expected)
+    words, own = state["words.weight"], state.get("discriminator.words.weight")
+    expected = words + own if sharing == "gdes" else own if sharing == "nes" else words
+    assert torch.equal(release.main.tensors["words.weight"], expected)
     assert torch.equal(release.generator.tensors["words.weight"], state["words.weight"])
 
 
@@ -81,9 +78,9 @@ def test_exported_model_computes_the_detection_logits_of_training(tmp_path):
 def test_export_reports_and_checks(tmp_path):
     write_ours(make_release("v3"), tmp_path / "ours")
     summary = convert.convert(tmp_path / "ours", tmp_path / "hf", "hf")
-    assert any("AutoModel -> DebertaV2Model: no missing" in line for line in summary.checks)
-    assert any("DebertaV2ForMaskedLM: no missing" in line for line in summary.checks)
-    assert any("AutoTokenizer gives the ids" in line for line in summary.checks)
+    for said in ("AutoModel -> DebertaV2Model: no missing", "DebertaV2ForMaskedLM: no missing",
+                 "AutoTokenizer gives the ids"):
+        assert any(said in line for line in summary.checks)
     assert not summary.warnings
     record = json.loads((tmp_path / "hf" / "conversion.json").read_text())
     assert record["notes"] == list(summary.notes)
@@ -124,19 +121,18 @@ def test_exported_model_agrees_beyond_the_reach_of_the_relative_table(
 
 
 def test_an_export_in_16_bits_holds_the_rounded_weights(tmp_path):
-    precision, dtype = "bf16", torch.bfloat16  # fp16: test_a_weight_that_fp16_cannot_hold_is_named
     write_ours(make_release("v3"), tmp_path / "ours")
-    convert.convert(tmp_path / "ours", tmp_path / "hf", "hf", precision=precision)
+    convert.convert(tmp_path / "ours", tmp_path / "hf", "hf", precision="bf16")
     found, source = read_release(tmp_path / "hf"), read_release(tmp_path / "ours")
-    found.main.tensors["words.weight"] -= source.main.tensors.pop("words.weight").to(dtype)
+    found.main.tensors["words.weight"] -= source.main.tensors.pop("words.weight").to(torch.bfloat16)
     assert found.main.tensors.pop("words.weight").abs().max() < 4e-3  # a sum of two rounded ones
     for name, network in found.networks().items():
         for key, tensor in network.tensors.items():
-            assert torch.equal(tensor, source.networks()[name].tensors[key].to(dtype)), key
+            assert torch.equal(tensor, source.networks()[name].tensors[key].to(torch.bfloat16)), key
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert config["dtype"] == "float32"  # transformers 5 would train in 16 bits
     assert transformers.AutoModel.from_pretrained(tmp_path / "hf").dtype == torch.float32
-    again = convert.convert(tmp_path / "hf", tmp_path / "again", "hf", precision=precision)
+    again = convert.convert(tmp_path / "hf", tmp_path / "again", "hf", precision="bf16")
     assert not any("beyond" in line for line in again.warnings)
     same_networks(read_release(tmp_path / "hf"), read_release(tmp_path / "again"))
 
@@ -194,24 +190,17 @@ def test_a_model_of_the_form_of_bert_is_written(tmp_path, to, monkeypatch):
     assert started(run_config("v3", "mlm"), tmp_path / "out")[0]
 
 
-TEXTS = [*SENTENCES, "", "   ", "a\tb\n\nc", "caf\u00e9 cafe\u0301 \ufb01ne", "\u3000x\u00a0y",
-         "\U0001f600\U0001f468\u200d\U0001f469 \ud55c\uad6d\uc5b4", "x" * 500, "f(x)=3.14e-5; # !?",
-         " leading and trailing  ", "\r\n\u2028\u0085", "tab\x1cfile\x1fsep"]
-
-
 def test_auto_tokenizer_gives_our_ids(tmp_path):
     write_hugging_face(make_release("v3"), tmp_path)
     for directory in (tmp_path, tmp_path / "generator"):
         assert (directory / "spm.model").read_bytes() == Path(tokenizer_path()).read_bytes()
     ours = tiny_tokenizer()
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in TEXTS:
-        wanted = [ours.cls_id, *ours.encode(text), ours.sep_id]
+    framed = {text: [ours.cls_id, *ours.encode(text), ours.sep_id] for text in ODD}
+    for text, wanted in framed.items():
         assert theirs(text)["input_ids"] == wanted, repr(text)
     first, second = SENTENCES[:2]
-    pair = theirs(first, second)["input_ids"]
-    assert pair == [ours.cls_id, *ours.encode(first), ours.sep_id, *ours.encode(second),
-                    ours.sep_id]
+    assert theirs(first, second)["input_ids"] == framed[first] + framed[second][1:]
     assert theirs.decode(ours.encode(first)) == first
     # The one wanted difference: names of special tokens count in transformers, never here.
     assert theirs("[MASK]")["input_ids"][1:-1] == [ours.mask_id] != ours.encode("[MASK]")
@@ -322,7 +311,7 @@ def test_two_stages_make_a_generator_where_none_was_released(tmp_path):
     assert tensors.keys() == dict(build_model(run).named_parameters()).keys()
 
 
-def test_heads_that_the_source_lacks_start_at_random_with_a_warning(tmp_path):
+def test_heads_that_the_source_lacks_start_at_random_and_another_shape_is_refused(tmp_path):
     run = run_config("v3", "mlm")
     release = make_release("v3", "mlm")
     for name in [name for name in release.main.tensors if name.startswith(("mlm_", "positions"))]:
@@ -331,12 +320,9 @@ def test_heads_that_the_source_lacks_start_at_random_with_a_warning(tmp_path):
     tensors, notes = started(run, tmp_path)
     assert "generator.positions.weight" not in tensors
     assert sum("starts at random" in note for note in notes) == 2
-
-
-def test_source_of_another_shape_is_refused(tmp_path):
-    write_hugging_face(make_release("v2"), tmp_path)
+    write_hugging_face(make_release("v2"), tmp_path / "other")
     with pytest.raises(UserError, match="conv_kernel = 0 \\(source: 3\\)"):
-        started(run_config("v3"), tmp_path)
+        started(run_config("v3"), tmp_path / "other")
 
 
 def test_a_position_term_without_a_place_in_the_format_is_refused():

@@ -8,10 +8,8 @@ import tokenizers
 from data_helpers import SENTENCES, random_documents, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_cases import trained
 
-from deberta_ds.corpus.documents import ReadOptions, plan_units
-from deberta_ds.corpus.recipe import TokenizerRecipe
-from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.evaluate.fill_mask import encode_with_masks
 from deberta_ds.tokenizer import text as rules
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
@@ -25,16 +23,16 @@ from deberta_ds.tokenizer.text import (
 )
 
 
-@pytest.mark.parametrize(
-    ("raw", "clean"),
-    [("plain text", "plain text"), ("  two  spaces\nand\tlines\r\n ", "two spaces and lines"),
-     ("no\u00a0break\u3000wide\u2028line", "no break wide line"),
-     ("\ufeffmark \x00nul\x07bell", "mark nulbell"), ("soft\u00adhy\u200bphen", "softhyphen"),
-     ("e\u0301 A\u030a", "\u00e9 \u00c5"),
-     ("\u0645\u06cc\u200c\u062e\u0648", "\u0645\u06cc\u200c\u062e\u0648"),
-     ("under\u2581score", "under_score"), ("", ""), (" \n\x00 ", "")])
-def test_rules(raw, clean):
-    assert normalize(raw) == clean
+@pytest.mark.parametrize(("raw", "clean", "removed"), [
+    ("plain text\twith tab", "plain text with tab", 0),
+    ("  two  spaces\nand\tlines\r\n ", "two spaces and lines", 0),
+    ("no\u00a0break\u3000wide\u2028line", "no break wide line", 0),
+    ("\ufeffmark \x00nul\x07bell", "mark nulbell", 3), ("soft\u00adhy\u200bphen", "softhyphen", 2),
+    ("e\u0301 A\u030a", "\u00e9 \u00c5", 0), ("a\x00b\u200b\x07 \u00e4\ufeff\r\n", "ab \u00e4", 4),
+    ("\u0645\u06cc\u200c\u062e\u0648", "\u0645\u06cc\u200c\u062e\u0648", 0),
+    ("under\u2581score", "under_score", 0), ("", "", 0), (" \n\x00 ", "", 1)])
+def test_rules(raw, clean, removed):
+    assert normalize_and_count(raw) == (clean, removed) and normalize(raw) == clean
 
 
 @settings(max_examples=300, deadline=None)
@@ -72,18 +70,11 @@ def test_texts_at_once_are_what_each_is_alone(raw, is_long):
     assert texts == [text for text, _ in alone] and removed == sum(count for _, count in alone)
 
 
-def test_removed_characters_are_counted():
-    assert normalize_and_count("a\x00b\u200b\x07 \u00e4\ufeff\r\n") == ("ab \u00e4", 4)
-    assert normalize_and_count("nothing\tto remove") == ("nothing to remove", 0)
-
-
 def test_lone_surrogates_are_bad():
-    with pytest.raises(BadTextError):
-        normalize("x\ud800y")
-    with pytest.raises(BadTextError):
-        normalize_all(["good", "x\ud800y", "\u00e4"])
-    with pytest.raises(BadTextError):
-        rules.has_text("x" * 100 + "\ud800")
+    for function, raw in ((normalize, "x\ud800y"), (normalize_all, ["good", "x\ud800y", "\u00e4"]),
+                          (rules.has_text, "x" * 100 + "\ud800")):
+        with pytest.raises(BadTextError):
+            function(raw)
     for encode in (tiny_tokenizer().encode, tiny_tokenizer().encode_with_offsets):
         with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
             encode("x\udcff")  # an argument that is no UTF-8: SentencePiece cannot "cast" it
@@ -127,11 +118,8 @@ RAW = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("rules")
-    (directory / "text.txt").write_text("\n".join(random_documents(60)), encoding="utf-8")
-    read = ReadOptions(documents="line")
-    return train_tokenizer(plan_units([str(directory / "text.txt")], read),
-                           directory / "spm.model", TokenizerRecipe(vocab_size=400), read=read)
+    return trained(tmp_path_factory.mktemp("rules"), random_documents(60), "spm.model",
+                   vocab_size=400)
 
 
 @pytest.fixture(scope="module")
@@ -150,26 +138,18 @@ def test_raw_text_gets_the_ids_of_normalized_text(tokenizer, published, text):
     assert tokenizer.decode(expected) == normalize(text)
 
 
-def test_offsets_are_those_of_the_raw_text(tokenizer):
-    text = "A soft\u00adhyphen of cafe\u0301s here"
-    ids, offsets = tokenizer.encode_with_offsets(text)
-    assert ids == tokenizer.encode(text)
-    assert offsets[0][0] == 0 and offsets[-1][1] == len(text)
-    pieces = tokenizer.subwords(ids)
-    assert text[slice(*offsets[pieces.index("<0xC3>")])] == "e\u0301"  # one letter as two bytes
-    covered = {place for start, end in offsets for place in range(start, end)}
-    assert covered >= {place for place, character in enumerate(text) if character.isalpha()}
-
-
-def test_offsets_of_letters_that_grow_or_shrink(tokenizer):
-    text = "x a\u0301\u0327\u0316b \ufb2cy \u00f3\u0323z"
+@pytest.mark.parametrize(("text", "letters"), [
+    ("A soft\u00adhyphen of cafe\u0301s here", ["e\u0301"]),  # one letter as two bytes
+    ("x a\u0301\u0327\u0316b \ufb2cy \u00f3\u0323z", "xbyz")])  # which grow or shrink
+def test_offsets_are_those_of_the_raw_text(tokenizer, text, letters):
     ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids == tokenizer.encode(text) == tokenizer.encode(normalize(text))
-    for letter in "xbyz":
-        place = [text[start:end].strip() for start, end in offsets].index(letter)
-        assert text[offsets[place][1] - 1] == letter
+    assert offsets[0][0] == 0 and offsets[-1][1] == len(text)
     covered = {place for start, end in offsets for place in range(start, end)}
-    assert covered >= {place for place, c in enumerate(text) if not c.isspace()}
+    assert covered >= {place for place, c in enumerate(text) if c not in " \u00ad"}
+    spans = [text[start:end].strip() for start, end in offsets]
+    for letter in letters:
+        assert text[slice(*offsets[spans.index(letter)])].endswith(letter)
 
 
 @pytest.mark.parametrize("text", ["The [MASK] fox", "[MASK]ing", "un[MASK]able [MASK], ok [MASK]",

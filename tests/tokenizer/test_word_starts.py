@@ -7,7 +7,7 @@ import runpy
 import numpy as np
 import pytest
 from data_helpers import documents_of, run_main
-from tokenizer_cases import MAKERS, directory_of
+from tokenizer_cases import MAKERS, directory_of, trained
 from transformers import AutoTokenizer
 from word_boundaries import compare_words
 
@@ -15,9 +15,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.corpus.documents import ReadOptions, plan_units
-from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.stats import corpus_stats
-from deberta_ds.corpus.train_tokenizer import sample_texts, train_tokenizer
+from deberta_ds.corpus.train_tokenizer import sample_texts
 from deberta_ds.data.corpus import Corpus, map_array
 from deberta_ds.data.masking import IGNORE, LONGEST_WORD, mask_row
 from deberta_ds.data.rows import RowDataset
@@ -60,7 +59,7 @@ LANGUAGES = {
 }
 
 
-@pytest.mark.parametrize("name", [*MAKERS, "sentencepiece"])
+@pytest.mark.parametrize("name", [*MAKERS, "albert", "v3", "t5", "llama_spm", "sentencepiece"])
 def test_words_begin_where_the_text_says(name):
     tokenizer = Tokenizer(directory_of(name))
     assert len(LANGUAGES) >= 29
@@ -172,15 +171,12 @@ SYLLABLES = "กา ขี้ คำ งาน จะ ดี ที่ ไม่
 
 def test_wordpiece_knows_every_stretch_of_letters(tmp_path):
     """A word of more than 100 characters is unknown to WordPiece, and here a line is one word."""
-    generator, read = random.Random(0), ReadOptions(documents="line")
+    generator = random.Random(0)
     lines = ["".join(generator.choices(SYLLABLES, k=generator.randint(5, 120))) + " abc"
              for _ in range(200)]
     lines += ["ที่" * 120, "a" * 150]  # 40 letters with their marks are more than 100 characters
-    (tmp_path / "a.txt").write_text("\n".join(lines))
-    wanted = TokenizerRecipe(kind="wordpiece", vocab_size=120, character_coverage=1.0)
-    ours = train_tokenizer(plan_units([str(tmp_path / "a.txt")], read), tmp_path / "out", wanted,
-                           read=read)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = trained(tmp_path, lines, kind="wordpiece", vocab_size=120, character_coverage=1.0)
+    theirs = AutoTokenizer.from_pretrained(ours.path)
     assert max(map(len, lines)) > 300
     for line in lines:
         ids = ours.encode(line)
