@@ -24,12 +24,7 @@ import tokenizers
 
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.tokenizer.files import Files, read_settings, token_name
-from deberta_ds.tokenizer.kinds import (
-    parts_of,
-    read_specification,
-    subword_kind,
-    what_is_lost,
-)
+from deberta_ds.tokenizer.kinds import parts_of, read_specification, subword_kind, what_is_lost
 from deberta_ds.tokenizer.roles import check_roles, look_up_roles
 from deberta_ds.tokenizer.words import byte_of, character_length
 

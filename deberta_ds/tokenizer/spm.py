@@ -22,13 +22,7 @@ import sentencepiece
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import ReadFile
 from deberta_ds.tokenizer.files import SPM, Files, read_settings
-from deberta_ds.tokenizer.roles import (
-    ROLES,
-    USUAL_NAMES,
-    Roles,
-    check_roles,
-    look_up_roles,
-)
+from deberta_ds.tokenizer.roles import ROLES, USUAL_NAMES, Roles, check_roles, look_up_roles
 from deberta_ds.tokenizer.words import byte_of
 
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")

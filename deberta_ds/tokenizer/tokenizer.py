@@ -9,19 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from deberta_ds.tokenizer import words
 from deberta_ds.tokenizer.fast import FastEngine
 from deberta_ds.tokenizer.files import SPM, Files, choose, find_files
 from deberta_ds.tokenizer.spm import SentencePieceEngine
-from deberta_ds.tokenizer.words import (
-    SPACE_MARK,
-    byte_of,
-    bytes_of_subword,
-    bytes_start_word,
-    character_length,
-    is_unspaced,
-    starts_official_word,
-    subword_starts_word,
-)
 
 _MANY_UNKNOWN = 0.001  # of the tokens
 _LEADS = ("a", "0", ".", "中")  # texts that what follows hardly ever merges with
@@ -154,17 +145,17 @@ class Tokenizer:
         if number in self._engine.verbatim:
             return piece
         if self.kind == "byte_level":
-            data = bytes_of_subword(piece)
+            data = words.bytes_of_subword(piece)
             return piece if data is None else data.decode("utf-8", "backslashreplace")
         if self.kind in ("metaspace", "sentencepiece"):
-            return piece.replace(SPACE_MARK, " ")
+            return piece.replace(words.SPACE_MARK, " ")
         rest = piece.removeprefix(self._engine.prefix)
         return rest if rest != piece else " " + piece
 
     def _bytes_of(self, number: int) -> bytes | None:
         if number in self._engine.added:
             return None
-        of_piece = bytes_of_subword if self.kind == "byte_level" else byte_of
+        of_piece = words.bytes_of_subword if self.kind == "byte_level" else words.byte_of
         return of_piece(self._engine.pieces[number])
 
     def word_starts(self) -> np.ndarray:
@@ -176,12 +167,12 @@ class Tokenizer:
         if number in self._engine.added or self.kind == "words":
             return True
         if self.kind == "byte_level":
-            data = bytes_of_subword(piece)
-            return data is None or bytes_start_word(data)
+            data = words.bytes_of_subword(piece)
+            return data is None or words.bytes_start_word(data)
         if self.kind == "wordpiece":
             rest = piece.removeprefix(self._engine.prefix)  # it marks what continues a word
-            return rest == piece or (bool(rest) and is_unspaced(rest[0]))
-        return subword_starts_word(piece)
+            return rest == piece or (bool(rest) and words.is_unspaced(rest[0]))
+        return words.subword_starts_word(piece)
 
     def stored_word_starts(self) -> np.ndarray:
         """Return bool[2 * size]: `word_starts` for ids as shards hold them (segmented.py)."""
@@ -194,14 +185,14 @@ class Tokenizer:
         """
         if self.kind in ("wordpiece", "words"):
             return self.word_starts()
-        return self._table(lambda number: starts_official_word(
-            self._readable(number).replace(" ", SPACE_MARK) if self.kind == "byte_level"
+        return self._table(lambda number: words.starts_official_word(
+            self._readable(number).replace(" ", words.SPACE_MARK) if self.kind == "byte_level"
             else self._engine.pieces[number]))
 
     def character_starts(self) -> np.ndarray:
         """Return bool[size]: False for ids that begin inside a character (its later bytes)."""
         return self._table(lambda number: not (data := self._bytes_of(number))
-                           or character_length(data[0]))
+                           or words.character_length(data[0]))
 
     def is_special(self) -> np.ndarray:
         """Return bool[size]: ids that are never masked and never drawn as a replacement."""

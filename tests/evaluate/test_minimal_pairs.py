@@ -29,8 +29,8 @@ from deberta_ds.release import model_files
 from deberta_ds.release.model_files import exported_word_ids, write_ours, write_tokenizer_files
 from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.report.pages import render
-from deberta_ds.tokenizer import subword_starts_word
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
+from deberta_ds.tokenizer.words import subword_starts_word
 from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import loop
 from deberta_ds.training.held_out import score_minimal_pairs

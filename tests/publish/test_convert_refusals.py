@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.publish import convert as module
-from deberta_ds.publish.convert import convert
-from deberta_ds.release.model_files import write_ours
+from deberta_ds.publish.convert import convert, write_release
 from deberta_ds.release.reader import read_release, read_shapes
 
 
@@ -179,8 +178,7 @@ def test_what_is_there_is_not_replaced(tmp_path, sound, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_an_export_saved_again_in_another_precision_is_read(tmp_path, dtype):
     """transformers leaves the file beside it, with the rows of the table that it reads alone."""
-    write_ours(make_release("v3"), tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "hf", "hf")
+    write_release(make_release("v3"), "test", tmp_path / "hf", "hf")
     before = read_release(tmp_path / "hf").main.tensors
     transformers.AutoModel.from_pretrained(tmp_path / "hf", dtype=dtype).save_pretrained(
         tmp_path / "hf")

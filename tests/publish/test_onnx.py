@@ -12,9 +12,8 @@ from superglue_helpers import saved_model
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.publish import onnx_files
-from deberta_ds.publish.convert import convert
+from deberta_ds.publish.convert import convert, write_release
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release.model_files import write_ours
 from deberta_ds.release.networks import Network
 from deberta_ds.release.reader import read_release
 
@@ -128,8 +127,7 @@ def test_token_and_answer_heads_of_transformers_are_exported(tmp_path, cls):
 
 
 def test_export_writes_both_networks_in_both_precisions(tmp_path):
-    write_ours(make_release("v3"), tmp_path / "ours")
-    summary = convert(tmp_path / "ours", tmp_path / "hf", "hf", onnx="int8")
+    summary = write_release(make_release("v3"), "test", tmp_path / "hf", "hf", onnx="int8")
     for directory in (tmp_path / "hf" / "onnx", tmp_path / "hf" / "generator" / "onnx"):
         whole, small = (directory / name for name in ("model.onnx", "model_quantized.onnx"))
         assert small.stat().st_size < whole.stat().st_size
