@@ -18,7 +18,8 @@ from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
 
 BRACKETS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
-ANGLES = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+ANGLES = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
+FIRST = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0 to 3 of RoBERTa and XLM-RoBERTa
 NAMES = ("pad", "cls", "sep", "unk", "mask")
 TEXTS = list(SENTENCES * 4)
 ODD = (*SENTENCES, "", " ", "\r\n\u2028\x85 x \u2028", "ﬁ ½ Ａ x\u200by", "x" * 500,
@@ -52,27 +53,22 @@ def _byte_level_bpe(special, prefix: bool):
         decoder=decoders.ByteLevel())
 
 
-def _save(directory: Path, fast, settings: dict) -> Path:
+def _save(directory: Path, fast, settings: dict, *, is_vocabulary: bool = False) -> Path:
     directory.mkdir(parents=True)
-    fast.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return directory
-
-
-def _vocabulary_files(directory: Path, fast, settings: dict) -> Path:
-    directory.mkdir(parents=True)
-    fast.model.save(str(directory))
+    if is_vocabulary:
+        fast.model.save(str(directory))
+    else:
+        fast.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
 
 
 def roberta(directory: Path, prefix: bool = False) -> Path:
     """Ids 0..4 are <s> <pad> </s> <unk> and, last, <mask>, which takes the space before it."""
-    fast = _byte_level_bpe(ANGLES[:4], prefix)
+    fast = _byte_level_bpe(FIRST, prefix)
     fast.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True, special=True)])
     fast.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), True, prefix)
-    names = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
-    return _save(directory, fast, _settings(names, "RobertaTokenizer", add_prefix_space=prefix))
+    return _save(directory, fast, _settings(ANGLES, "RobertaTokenizer", add_prefix_space=prefix))
 
 
 roberta_prefix = functools.partial(roberta, prefix=True)
@@ -95,8 +91,8 @@ def modernbert(directory: Path) -> Path:
 def deberta_v1(directory: Path) -> Path:
     """vocab.json and merges.txt alone, as DeBERTa v1 and GPT-2 have them."""
     fast = _byte_level_bpe(BRACKETS, False)
-    return _vocabulary_files(directory, fast, {"do_lower_case": False, "vocab_type": "gpt2",
-                                               "tokenizer_class": "DebertaTokenizer"})
+    return _save(directory, fast, {"do_lower_case": False, "vocab_type": "gpt2",
+                                   "tokenizer_class": "DebertaTokenizer"}, is_vocabulary=True)
 
 
 def qwen(directory: Path) -> Path:
@@ -147,8 +143,8 @@ def bert(directory: Path, lower: bool = True) -> Path:
 
 def bert_vocab_txt(directory: Path) -> Path:
     """vocab.txt alone, as the first releases of BERT."""
-    return _vocabulary_files(directory, _wordpiece(False), {
-        "do_lower_case": False, "tokenizer_class": "BertTokenizer"})
+    return _save(directory, _wordpiece(False), {
+        "do_lower_case": False, "tokenizer_class": "BertTokenizer"}, is_vocabulary=True)
 
 
 def wordpiece_other(directory: Path) -> Path:
@@ -161,13 +157,12 @@ def unigram(directory: Path) -> Path:
     fast = _train(
         models.Unigram(),
         trainers.UnigramTrainer(vocab_size=400, show_progress=False, unk_token="<unk>",
-                                special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"]),
+                                special_tokens=[*FIRST, "<mask>"]),
         normalizers.NFKC(), pre_tokenizers.Metaspace(), decoders.Metaspace())
     fast.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>",
         special_tokens=[("<s>", 0), ("</s>", 2)])
-    names = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
-    return _save(directory, fast, _settings(names, "PreTrainedTokenizerFast"))
+    return _save(directory, fast, _settings(ANGLES, "PreTrainedTokenizerFast"))
 
 
 def unigram_bytes(directory: Path) -> Path:
@@ -210,9 +205,8 @@ def llama(directory: Path) -> Path:
     fast.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
                                       decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     fast.add_special_tokens(["<pad>", "<mask>"])
-    settings = _settings(("<pad>", "<s>", "</s>", "<unk>", "<mask>"), "PreTrainedTokenizerFast",
-                         bos_token="<s>", eos_token="</s>")
-    return _save(directory, fast, settings)
+    return _save(directory, fast, _settings(ANGLES, "PreTrainedTokenizerFast", bos_token="<s>",
+                                            eos_token="</s>"))
 
 
 def _sentencepiece(path: Path, **options) -> Path:
