@@ -8,7 +8,7 @@ shapes a masked LM gets the one whose loss is expected to be lowest after the to
 import math
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -47,20 +47,16 @@ Changes = dict[str, tuple[Any, str]]  # {key of a run file: (value, reason)}
 
 @dataclass(frozen=True)
 class Text:
-    """Keys of [data], what there is to train on and to evaluate with (in the smallest held-out
-    corpus), and the sequence lengths for which all is packed.
+    """Keys of [data], its packed corpora, what there is to train on and to evaluate with (in the
+    smallest held-out corpus), and the sequence lengths for which all is packed.
     """
 
     data: dict[str, Any]  # sources, heldout, tokenizer
+    directories: list[str]  # the held-out ones too
     tokens: int
     heldout_tokens: int
     vocab_size: int
     packed: list[int]
-
-    @property
-    def directories(self) -> list[str]:
-        """Packed corpora of the run, the held-out ones too."""
-        return [source["path"] for source in self.data["sources"]] + _heldout(self.data)
 
 
 @dataclass(frozen=True)
@@ -87,16 +83,12 @@ def open_corpus(directory: str, heldout: str | None, tokenizer: str | None) -> T
         if not data.get(key):
             raise UserError(f"{directory}: no {toml_files.BUILT} in it names its {key}; give "
                             f"--{key} PATH")
-    held_out = [read_manifest(path)[0] for path in _heldout(data)]
-    text = Text(data, sum(one.tokens for one in train), min(one.tokens for one in held_out),
-                train[0].vocab_size, [])
-    lengths = map(set, map(planned_lengths, text.directories))
-    return replace(text, packed=sorted(set.intersection(*lengths)))
-
-
-def _heldout(data: dict[str, Any]) -> list[str]:
     found = data["heldout"]
-    return list(found.values()) if isinstance(found, dict) else [found]
+    held_out = list(found.values()) if isinstance(found, dict) else [found]
+    directories = [*(source["path"] for source in data["sources"]), *held_out]
+    return Text(data, directories, sum(one.tokens for one in train),
+                min(read_manifest(path)[0].tokens for path in held_out), train[0].vocab_size,
+                sorted(set.intersection(*map(set, map(planned_lengths, directories)))))
 
 
 def open_devices(words: str, *figures: float | None) -> Devices:
