@@ -170,43 +170,28 @@ def test_v1_with_key_bias_becomes_debertav2_with_the_same_logits(tmp_path):
     same_states(model.deberta, build_backbone(read_release(source).main))
 
 
-def rtd_directory(path, drop):
-    """Write a microsoft directory of an RTD model without the names in `drop`."""
-    release = make_release("v3")
-    write_microsoft(release, path)
-    torch.save({name: tensor for name, tensor in state_of(path).items()
-                if not name.endswith(drop)}, path / MS_FILES[0])
-    return release
-
-
-def test_delta_only_file_takes_its_words_from_the_generator(tmp_path):
-    release = rtd_directory(tmp_path / "ms", drop=("word_embeddings.weight",))
-    found = read_release(tmp_path / "ms")
-    same_networks(release, found)
-    assert any("token embedding = generator's + delta" in note for note in found.notes)
-    convert(tmp_path / "ms", tmp_path / "hf", "hf")
+def test_the_table_of_a_discriminator_is_the_generator_s_plus_delta_where_there_is_one(tmp_path):
+    release, place = make_release("v3"), tmp_path / "ms"
+    write_microsoft(release, place)
+    same_networks(release, read_release(place))
+    state, table = state_of(place), "deberta.embeddings.word_embeddings.weight"
+    torch.save({name: value for name, value in state.items() if not name.endswith("_weight")},
+               place / MS_FILES[0])
+    found = read_release(place).main.tensors
+    assert "words.delta" not in found
+    assert torch.equal(found["words.weight"], release.main.tensors["words.weight"])
+    delta_only = {name: value for name, value in state.items() if name != table}
+    for changed, said in ((state | {table: state[table] + 0.01}, "1.0e-02"),
+                          (delta_only, "token embedding = generator's + delta")):
+        torch.save(changed, place / MS_FILES[0])
+        found = read_release(place)
+        same_networks(release, found)
+        assert any(said in note for note in found.notes)
+    convert(place, tmp_path / "hf", "hf")
     same_networks(release, read_release(tmp_path / "hf"))
-    (tmp_path / "ms" / "pytorch_model.generator.bin").unlink()
+    (place / "pytorch_model.generator.bin").unlink()
     with pytest.raises(UserError, match="_weight.*generator"):
-        read_release(tmp_path / "ms")
-
-
-def test_stale_table_is_replaced_by_the_exact_sum(tmp_path):
-    release = rtd_directory(tmp_path / "ms", drop=("nothing",))
-    same_networks(release, read_release(tmp_path / "ms"))
-    state = state_of(tmp_path / "ms")
-    state["deberta.embeddings.word_embeddings.weight"] += 0.01
-    torch.save(state, tmp_path / "ms" / MS_FILES[0])
-    found = read_release(tmp_path / "ms")
-    same_networks(release, found)
-    assert any("1.0e-02" in note for note in found.notes)
-
-
-def test_file_without_delta_keeps_its_table(tmp_path):
-    release = rtd_directory(tmp_path / "ms", drop=("_weight",))
-    found = read_release(tmp_path / "ms")
-    assert "words.delta" not in found.main.tensors
-    assert torch.equal(found.main.tensors["words.weight"], release.main.tensors["words.weight"])
+        read_release(place)
 
 
 def test_old_prefix_config_entry_and_buffer(tmp_path):

@@ -56,24 +56,20 @@ def test_exported_model_computes_the_detection_logits_of_training(tmp_path):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_export_reports_and_checks(tmp_path):
-    summary = convert.write_release(cases.make_release("v3"), "test", tmp_path / "hf", "hf")
+def test_export_reports_its_checks_which_notice_another_model(tmp_path):
+    release = cases.make_release("v3")
+    summary = convert.write_release(release, "test", tmp_path / "hf", "hf")
     for said in ("AutoModel -> DebertaV2Model: no missing", "DebertaV2ForMaskedLM: no missing",
                  "AutoTokenizer gives the ids"):
         assert any(said in line for line in summary.checks)
     assert not summary.warnings
     record = json.loads((tmp_path / "hf" / "conversion.json").read_text())
     assert record["notes"] == list(summary.notes)
-
-
-def test_check_notices_another_model(tmp_path):
-    release = cases.make_release("v3")
-    write_hugging_face(release, tmp_path)
     release.main.tensors["trunk.encoder.layers.1.ffn_in.bias"] += 0.5
     with pytest.raises(UserError, match="other hidden states"):
-        read_back.check_hugging_face(release, tmp_path)
+        read_back.check_hugging_face(release, tmp_path / "hf")
     with pytest.raises(UserError, match="read back with other values"):
-        read_back.check_tensors(release, tmp_path)
+        read_back.check_tensors(release, tmp_path / "hf")
 
 
 @pytest.mark.parametrize(("family", "buckets"), [("v1", 0), ("v1_key_bias", 0), ("v2", 16),
@@ -89,7 +85,7 @@ def test_exported_model_agrees_beyond_the_reach_of_the_relative_table(
     release = cases.make_release(family)
     write_hugging_face(release, tmp_path)
     cases.same_states(transformers.AutoModel.from_pretrained(tmp_path).eval(),
-                load_backbone(tmp_path).backbone, lengths=(63, 64, 65, 100, 256, 300))
+                      load_backbone(tmp_path).backbone, lengths=(63, 64, 65, 100, 256, 300))
     cases.same_networks(release, read_release(tmp_path))  # what was in those rows is still there
     (tmp_path / "ms").mkdir()
     write_microsoft(read_release(tmp_path), tmp_path / "ms")
@@ -133,8 +129,8 @@ def test_more_buckets_than_distances_are_written_as_a_row_a_distance(
     said = [note.split(":")[1].strip() for note in summary.notes if "a row a distance" in note]
     assert said == (["main", "generator"] if longest < 130 else [])
     cases.same_states(build_backbone(release.main), load_backbone(tmp_path / "out").backbone,
-                transformers.AutoModel.from_pretrained(tmp_path / "out").eval(),
-                lengths=(longest, 129, 300))
+                      transformers.AutoModel.from_pretrained(tmp_path / "out").eval(),
+                      lengths=(longest, 129, 300))
     convert.write_release(release, "test", tmp_path / "ms", "ms")  # which reads them rightly
     cases.same_networks(release, read_release(tmp_path / "ms"))
 
@@ -210,42 +206,30 @@ def test_fill_mask_runs_the_enhanced_decoder(tmp_path):
     values = torch.tensor([[f.probability for f in mask] for mask in found])
     torch.testing.assert_close(values, wanted.values, rtol=1e-4, atol=0)
 
-
-def test_fill_mask_without_head_or_mask_is_refused(tmp_path):
-    release = cases.make_release("v3")
-    release.generator = None
-    write_ours(release, tmp_path / "headless")
+    for text, message in (("nothing to fill", "no \\[MASK\\]"), ("[MASK] " * 70, "positions")):
+        with pytest.raises(UserError, match=message):
+            fill_mask(model, text)
+    write_ours(dataclasses.replace(cases.make_release("v3"), generator=None), tmp_path / "headless")
     with pytest.raises(UserError, match="masked-LM head"):
         load_masked_lm(tmp_path / "headless")
-    write_ours(cases.make_release("v3", "mlm"), tmp_path / "mlm")
-    model = load_masked_lm(tmp_path / "mlm")
-    with pytest.raises(UserError, match="no \\[MASK\\]"):
-        fill_mask(model, "nothing to fill")
-    with pytest.raises(UserError, match="positions"):
-        fill_mask(model, "[MASK] " * 70)
 
 
 # ------------------------------------------------------------------------------- continued training
 
-def test_run_continues_from_its_own_export(tmp_path):
-    run = cases.run_config("v3")
-    state = cases.random_state(build_model(run))
-    write_hugging_face(release_of_state(state, run), tmp_path)
-    tensors, notes = cases.started(run, tmp_path)
-    assert tensors.keys() == state.keys()
-    assert all(torch.equal(tensors[name], state[name]) for name in state)
-    assert "init: GDES delta taken from the file" in notes
-
-
-def test_missing_delta_is_derived_from_the_generator(tmp_path):
+def test_run_continues_from_its_own_export_with_or_without_the_delta(tmp_path):
     """The official code would start from delta = 0, that is, with the generator's words."""
     run = cases.run_config("v3")
     state = cases.random_state(build_model(run))
     release = release_of_state(state, run)
+    write_hugging_face(release, tmp_path / "whole")
+    tensors, notes = cases.started(run, tmp_path / "whole")
+    assert tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name], state[name]) for name in state)
+    assert "init: GDES delta taken from the file" in notes
     merged = release.main.tensors["words.weight"]
     del release.main.tensors["words.delta"]
-    write_hugging_face(release, tmp_path)
-    tensors, notes = cases.started(run, tmp_path)
+    write_hugging_face(release, tmp_path / "without")
+    tensors, notes = cases.started(run, tmp_path / "without")
     delta = tensors["discriminator.words.weight"]
     torch.testing.assert_close(delta, state["discriminator.words.weight"], rtol=0, atol=1e-6)
     torch.testing.assert_close(tensors["words.weight"] + delta, merged, rtol=0, atol=1e-7)
@@ -254,8 +238,7 @@ def test_missing_delta_is_derived_from_the_generator(tmp_path):
 
 def test_two_stages_make_a_generator_where_none_was_released(tmp_path):
     run = cases.run_config("v3")
-    release = cases.make_release("v3")
-    release.generator = None
+    release = dataclasses.replace(cases.make_release("v3"), generator=None)
     del release.main.tensors["words.delta"]
     write_hugging_face(release, tmp_path / "public")
     with pytest.raises(UserError, match="has no generator.*docs/how-to/adapt-a-public-model.md"):
