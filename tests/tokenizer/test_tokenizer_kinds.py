@@ -17,6 +17,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens, write_tokenizer_json
 from deberta_ds.tokenizer.words import byte_of
+from tools.fuzz import mutate
 
 TEXTS = [*ODD, "\ufeffx\x00", "x\u2581y", "        indented = [1]"]
 
@@ -240,31 +241,14 @@ def test_damaged_vocabulary_files_are_refused(tmp_path, file, change, message):
         Tokenizer(tmp_path / "t")
 
 
-_VALUES = (None, True, -1, 0, 1 << 40, 1.5, "", "x", "[MASK]", [], {}, [1], {"a": 1}, "\ud800")
-
-
-def _places(value, place=()):
-    """Yield the place of everything in a JSON value; of long collections, of the first three."""
-    yield place
-    keys = list(value) if isinstance(value, dict) else range(len(value)) \
-        if isinstance(value, list) else ()
-    for key in keys if len(keys) < 40 else keys[:3]:
-        yield from _places(value[key], (*place, key))
-
-
 @pytest.mark.parametrize("name", ["roberta", "bert", "unigram", "llama"])
 def test_a_changed_tokenizer_json_works_or_is_one_error(name, tmp_path):
     generator = random.Random(name)
-    whole = (directory_of(name) / "tokenizer.json").read_text()
-    places = [place for place in _places(json.loads(whole)) if place]
     shutil.copytree(directory_of(name), tmp_path / "t")
-    for place in generator.sample(places, 60):
-        values = json.loads(whole)
-        inner = values
-        for key in place[:-1]:
-            inner = inner[key]
-        inner[place[-1]] = generator.choice(_VALUES)
-        (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(values))
+    path = tmp_path / "t/tokenizer.json"
+    whole = json.loads(path.read_text())
+    for _ in range(60):
+        path.write_text(json.dumps(mutate.tree(generator, whole)[0]))
         try:
             tokenizer = Tokenizer(tmp_path / "t")
             tokenizer.word_starts()
