@@ -348,20 +348,16 @@ def test_two_ranks_score_pairs_while_they_train_under_zero_3(tmp_path):
 
 
 @pytest.mark.multi
-def test_two_ranks_write_what_one_writes(tmp_path):
-    data = tmp_path / "pairs.jsonl"
+def test_two_ranks_write_what_one_process_computes(tmp_path):
     short = [MinimalPair(f"{word} is here.", f"{word} are here.", word, "agreement")
              for word in ("He", "She", "It", "Nobody", "This")]
+    data, out = tmp_path / "pairs.jsonl", tmp_path / "out"
     data.write_text(as_jsonl(short))
-    model = ROOT / "tests/fixtures/tiny_run/rtd/export"
-    results = []
-    for ranks in (1, 2):
-        out = tmp_path / str(ranks)
-        rank_helpers.run(ranks, ["--model", str(model), "--data", str(data), "--out", str(out),
-                                 "--scoring", "word_ids"],
-                         tmp_path / f"log{ranks}", ROOT / "launch/minimal_pairs.py")
-        results.append(json.loads((out / "minimal_pairs.json").read_text()))
-    assert [result["ranks"] for result in results] == [1, 2]
-    assert results[0]["scorers"] == results[1]["scorers"]
-    assert set(results[0]["scorers"]) == set(pair_scores.SCORERS) - {"pll_word"}
-    assert "agreement" in (tmp_path / "2/minimal_pairs.html").read_text()
+    path = str(ROOT / "tests/fixtures/tiny_run/rtd/export")
+    rank_helpers.run(2, ["--model", path, "--data", str(data), "--out", str(out), "--scoring",
+                         "word_ids"], tmp_path / "log", ROOT / "launch/minimal_pairs.py")
+    result = json.loads((out / "minimal_pairs.json").read_text())
+    alone = pair_scores.score_pairs(load_backbone(path, for_text=True), short, "word_ids")
+    assert result["ranks"] == 2 and result["scorers"] == pair_scores.summarize(alone, short)
+    assert set(result["scorers"]) == set(pair_scores.SCORERS) - {"pll_word"}
+    assert "agreement" in (out / "minimal_pairs.html").read_text()
