@@ -66,7 +66,6 @@ setup(
         "xxhash",
         "orjson",
         "zstandard",
-        "tqdm",
         "jinja2",
         "fsspec",
         "psutil",

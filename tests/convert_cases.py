@@ -12,6 +12,16 @@ from deberta_ds.release import foreign
 MS_FILES = ("pytorch_model.bin", "model_config.json")
 
 
+def json_of(path) -> dict:
+    return json.loads(path.read_text())
+
+
+def edit_json(path, **changes) -> None:
+    """Write other values into a JSON file; ... takes a key out."""
+    values = json_of(path) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
 def transformers_model(family, head="Model"):
     config = ModelConfig(**FAMILIES[family])
     kind = foreign.V1 if family == "v1" else foreign.V2
@@ -24,6 +34,11 @@ def transformers_model(family, head="Model"):
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def state_of(directory) -> dict:
+    """Return the tensors of a microsoft directory."""
+    return torch.load(directory / MS_FILES[0], weights_only=True)
 
 
 def microsoft_directory(path, family, *, key_bias=0.0, **tensors):

@@ -70,6 +70,17 @@ def with_classifier(release: Release, classes: int = 3) -> Release:
     return Release(Network(config, tensors), tokenizer_files=release.tokenizer_files)
 
 
+@torch.no_grad()
+def same_states(first, *others, lengths: tuple[int, ...] = (50,)) -> None:
+    """Assert that encoders, ours or those of transformers, give the same hidden states."""
+    for length in lengths:
+        ids = torch.randint(4, 600, (2, length), generator=torch.Generator().manual_seed(length))
+        expected, *found = (model(ids, torch.ones_like(ids)) for model in (first, *others))
+        for states in found:
+            torch.testing.assert_close(*(getattr(one, "last_hidden_state", one) for one in (
+                states, expected)), rtol=1e-5, atol=1e-5)
+
+
 def same_networks(first: Release, second: Release) -> None:
     """Assert that two releases hold the same configurations and bit-identical tensors."""
     assert first.networks().keys() == second.networks().keys()

@@ -11,12 +11,22 @@ import tokenizers
 from data_helpers import SENTENCES, tokenizer_path
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.recipe import TokenizerRecipe
+from deberta_ds.corpus.train_tokenizer import train_tokenizer
+from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
 
 BRACKETS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
-ANGLES = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+ANGLES = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
+FIRST = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0 to 3 of RoBERTa and XLM-RoBERTa
 NAMES = ("pad", "cls", "sep", "unk", "mask")
 TEXTS = list(SENTENCES * 4)
+ODD = (*SENTENCES, "", " ", "\r\n\u2028\x85 x \u2028", "ﬁ ½ Ａ x\u200by", "x" * 500,
+       "  two  spaces\u00a0and a soft\u00adhyphen, cafe\u0301 f(x)=3.14e-5; # !?\r\n",
+       "\ttab\t\tthere 😀 नमस्ते ไทย \U000e0001", "   leading, <extra>the quick brown<tool> fox  ",
+       "def f(x):\n    return x", "\ufeff\u200bThe fox", "\x01\x02 The fox", "tab\x1cfile\x1fsep",
+       "日本 \u3000x \U0001f600\U0001f468\u200d\U0001f469 한국어", "don't (stop) it_is 12.5%")
 
 
 def _train(model, trainer, normalizer=None, pre_tokenizer=None, decoder=None):
@@ -43,27 +53,22 @@ def _byte_level_bpe(special, prefix: bool):
         decoder=decoders.ByteLevel())
 
 
-def _save(directory: Path, fast, settings: dict) -> Path:
+def _save(directory: Path, fast, settings: dict, *, is_vocabulary: bool = False) -> Path:
     directory.mkdir(parents=True)
-    fast.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    return directory
-
-
-def _vocabulary_files(directory: Path, fast, settings: dict) -> Path:
-    directory.mkdir(parents=True)
-    fast.model.save(str(directory))
+    if is_vocabulary:
+        fast.model.save(str(directory))
+    else:
+        fast.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
 
 
 def roberta(directory: Path, prefix: bool = False) -> Path:
     """Ids 0..4 are <s> <pad> </s> <unk> and, last, <mask>, which takes the space before it."""
-    fast = _byte_level_bpe(ANGLES[:4], prefix)
+    fast = _byte_level_bpe(FIRST, prefix)
     fast.add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True, special=True)])
     fast.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), True, prefix)
-    names = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
-    return _save(directory, fast, _settings(names, "RobertaTokenizer", add_prefix_space=prefix))
+    return _save(directory, fast, _settings(ANGLES, "RobertaTokenizer", add_prefix_space=prefix))
 
 
 roberta_prefix = functools.partial(roberta, prefix=True)
@@ -86,8 +91,8 @@ def modernbert(directory: Path) -> Path:
 def deberta_v1(directory: Path) -> Path:
     """vocab.json and merges.txt alone, as DeBERTa v1 and GPT-2 have them."""
     fast = _byte_level_bpe(BRACKETS, False)
-    return _vocabulary_files(directory, fast, {"do_lower_case": False, "vocab_type": "gpt2",
-                                               "tokenizer_class": "DebertaTokenizer"})
+    return _save(directory, fast, {"do_lower_case": False, "vocab_type": "gpt2",
+                                   "tokenizer_class": "DebertaTokenizer"}, is_vocabulary=True)
 
 
 def qwen(directory: Path) -> Path:
@@ -138,8 +143,8 @@ def bert(directory: Path, lower: bool = True) -> Path:
 
 def bert_vocab_txt(directory: Path) -> Path:
     """vocab.txt alone, as the first releases of BERT."""
-    return _vocabulary_files(directory, _wordpiece(False), {
-        "do_lower_case": False, "tokenizer_class": "BertTokenizer"})
+    return _save(directory, _wordpiece(False), {
+        "do_lower_case": False, "tokenizer_class": "BertTokenizer"}, is_vocabulary=True)
 
 
 def wordpiece_other(directory: Path) -> Path:
@@ -152,13 +157,12 @@ def unigram(directory: Path) -> Path:
     fast = _train(
         models.Unigram(),
         trainers.UnigramTrainer(vocab_size=400, show_progress=False, unk_token="<unk>",
-                                special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"]),
+                                special_tokens=[*FIRST, "<mask>"]),
         normalizers.NFKC(), pre_tokenizers.Metaspace(), decoders.Metaspace())
     fast.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>",
         special_tokens=[("<s>", 0), ("</s>", 2)])
-    names = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
-    return _save(directory, fast, _settings(names, "PreTrainedTokenizerFast"))
+    return _save(directory, fast, _settings(ANGLES, "PreTrainedTokenizerFast"))
 
 
 def unigram_bytes(directory: Path) -> Path:
@@ -201,9 +205,8 @@ def llama(directory: Path) -> Path:
     fast.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
                                       decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     fast.add_special_tokens(["<pad>", "<mask>"])
-    settings = _settings(("<pad>", "<s>", "</s>", "<unk>", "<mask>"), "PreTrainedTokenizerFast",
-                         bos_token="<s>", eos_token="</s>")
-    return _save(directory, fast, settings)
+    return _save(directory, fast, _settings(ANGLES, "PreTrainedTokenizerFast", bos_token="<s>",
+                                            eos_token="</s>"))
 
 
 def _sentencepiece(path: Path, **options) -> Path:
@@ -216,13 +219,6 @@ def _sentencepiece(path: Path, **options) -> Path:
     return path
 
 
-def sentencepiece_bpe(path: Path) -> Path:
-    """A SentencePiece BPE model with DeBERTa's special ids."""
-    return _sentencepiece(path, model_type="bpe", vocab_size=656, byte_fallback=True,
-                          pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
-                          bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
-
-
 def sentencepiece_albert(path: Path) -> Path:
     """Unigram with a normalizer; [CLS], [SEP] and [MASK] are ids 2 to 4, unknown text is [UNK]."""
     return _sentencepiece(path, model_type="unigram", vocab_size=400,
@@ -231,11 +227,16 @@ def sentencepiece_albert(path: Path) -> Path:
                           control_symbols=["[CLS]", "[SEP]"], user_defined_symbols=["[MASK]"])
 
 
-def sentencepiece_v3(path: Path) -> Path:
+def sentencepiece_v3(path: Path, **options) -> Path:
     """DeBERTa's special ids, and a normalizer of its own, as the public v2 and v3."""
-    return _sentencepiece(path, model_type="unigram", vocab_size=400,
+    return _sentencepiece(path, **{"model_type": "unigram", "vocab_size": 400} | options,
                           pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
                           bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
+
+
+def sentencepiece_bpe(path: Path) -> Path:
+    """A SentencePiece BPE model with DeBERTa's special ids."""
+    return sentencepiece_v3(path, model_type="bpe", vocab_size=656, byte_fallback=True)
 
 
 def sentencepiece_t5(path: Path) -> Path:
@@ -252,7 +253,7 @@ def sentencepiece_llama(path: Path) -> Path:
 
 
 SENTENCEPIECE = {"albert": sentencepiece_albert, "v3": sentencepiece_v3, "t5": sentencepiece_t5,
-                 "llama_spm": sentencepiece_llama}
+                 "llama_spm": sentencepiece_llama, "spm_bpe": sentencepiece_bpe}
 MAKERS = {"roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": modernbert,
           "deberta_v1": deberta_v1, "qwen": qwen, "bert": bert,
           "bert_cased": functools.partial(bert, lower=False), "bert_vocab_txt": bert_vocab_txt,
@@ -260,9 +261,23 @@ MAKERS = {"roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": mo
           "llama": llama}
 
 
+def trained(directory: Path, lines, name: str = "tokenizer", **recipe) -> Tokenizer:
+    """Return a tokenizer of ours, trained on lines of text that are written beside it."""
+    (directory / "lines.txt").write_text("\n".join(lines), encoding="utf-8")
+    read = ReadOptions("line")
+    return train_tokenizer(plan_units([str(directory / "lines.txt")], read), directory / name,
+                           TokenizerRecipe(**recipe), read=read)
+
+
 @functools.cache
 def directory_of(name: str) -> Path:
-    """Return the directory of one small tokenizer, made once."""
+    """Return the directory of one small tokenizer, made once; next to that of a SentencePiece model
+    lies the model as its authors have it, their.model.
+    """
     if name == "sentencepiece":
         return Path(tokenizer_path())
-    return MAKERS[name](Path(tempfile.mkdtemp(prefix="deberta_ds_tests_")) / name)
+    place = Path(tempfile.mkdtemp(prefix="deberta_ds_tests_")) / name
+    if name in MAKERS:
+        return MAKERS[name](place)
+    add_special_tokens(SENTENCEPIECE[name](place.with_name("their.model")), place)
+    return place

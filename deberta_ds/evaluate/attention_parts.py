@@ -8,6 +8,7 @@ the probabilities of the sum must give the model's own attention output, or noth
 Shape legend: B batch (one text), L length, H heads, D head size, S rows of the relative table.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,25 +68,20 @@ def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: lis
     limit = min(MAX_TOKENS, config.max_position) if config.absolute_input else MAX_TOKENS
     if not 2 < len(ids) <= limit:
         raise UserError(f"the text has {len(ids) - 2} tokens; a picture shows 1 to {limit - 2}")
-    backbone = model.backbone.double()
+    backbone, ids_BL = model.backbone.double(), torch.tensor([ids])
     seen: list[dict[str, Any]] = [{} for _ in layers]  # what each layer was given
-    hooks = []
-    for layer, found in zip(layers, seen, strict=True):
-        attention = backbone.trunk.encoder.layers[layer].attention
-        hooks.append(attention.register_forward_pre_hook(
-            lambda _, inputs, found=found: found.update(inputs=inputs)))
-        hooks.append(attention.output.register_forward_pre_hook(
-            lambda _, inputs, found=found: found.update(context=inputs[0])))
-    try:
-        ids_BL = torch.tensor([ids])
+    parts = [backbone.trunk.encoder.layers[layer].attention for layer in layers]
+    with ExitStack() as stack:
+        stack.callback(backbone.float)
+        for attention, found in zip(parts, seen, strict=True):
+            stack.enter_context(attention.register_forward_pre_hook(
+                lambda _, inputs, found=found: found.update(inputs=inputs)))
+            stack.enter_context(attention.output.register_forward_pre_hook(
+                lambda _, inputs, found=found: found.update(context=inputs[0])))
         backbone(ids_BL, torch.ones_like(ids_BL))
-        maps = [one for layer, found in zip(layers, seen, strict=True) for one in _heads_of(
-            backbone.trunk.encoder.layers[layer].attention, layer, heads, found["inputs"][0],
-            found["inputs"][1], found["context"])]
-    finally:
-        for hook in hooks:
-            hook.remove()
-        backbone.float()
+        maps = [one for layer, attention, found in zip(layers, parts, seen, strict=True)
+                for one in _heads_of(attention, layer, heads, *found["inputs"][:2],
+                                     found["context"])]
     return [text.strip() or "\u2423" for text in tokenizer.readable(ids)], maps
 
 

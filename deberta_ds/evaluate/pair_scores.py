@@ -19,9 +19,9 @@ Legend: B batch, L length, C hidden, V vocabulary.
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
@@ -29,7 +29,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from deberta_ds.base.errors import UserError, still_at_work
 from deberta_ds.base.numbers import counted
@@ -119,7 +118,7 @@ def _likelihoods(model: LoadedModel, sentences: list[list[int]],
     lengths = np.array([len(ids) for ids in sentences])[queries.sentence]
     scored = _over_ranks(
         lambda items: masked_scores(words, masked_lm, tokenizer, sentences, queries, items),
-        cut_work(lengths), "masked LM", per_item=len(sentences) / max(1, len(lengths)))
+        cut_work(lengths), "masked LM")
     values = np.empty(len(lengths))
     for items, part in scored:
         values[items] = part
@@ -135,7 +134,7 @@ def _originality(model: LoadedModel, sentences: list[list[int]], place: np.ndarr
     assert head is not None
     scored = _over_ranks(
         lambda items: original_scores(model.backbone, head, sentences, items),
-        cut_work(np.array([len(ids) for ids in sentences])), "discriminator", per_item=1.0)
+        cut_work(np.array([len(ids) for ids in sentences])), "discriminator")
     pieces: list[np.ndarray] = [np.empty(0)] * len(sentences)
     for items, rows in scored:
         for item, row in zip(items, rows, strict=True):
@@ -158,22 +157,14 @@ def _differing(sentences: list[list[int]], pieces: list[np.ndarray], good: int, 
 
 
 def _over_ranks(score: Callable[[np.ndarray], np.ndarray], batches: list[np.ndarray],
-                title: str, per_item: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (items, their scores) of every batch, each computed by one rank.
-
-    `per_item` is how many sentences an item stands for in the progress on stderr.
-    """
+                title: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (items, their scores) of every batch, each computed by one rank."""
     mine = batches[dist.rank()::dist.world_size()]
-    total = sum(map(len, mine)) * per_item
     done: list = []
-    bar = tqdm(total=total + 1e-6, desc=title, unit=" sentences", unit_scale=True, ncols=90,
-               mininterval=0.5, disable=None if dist.is_main() else True)
-    is_said = dist.is_main() and not sys.stderr.isatty()
-    with bar, still_at_work(
-            lambda: f"{title}: {len(done):,} of {len(mine):,} batches") if is_said else bar:
+    with still_at_work(lambda: f"{title}: {len(done):,} of {len(mine):,} batches") \
+            if dist.is_main() else nullcontext():
         for items in mine:
             done.append((items, score(items)))
-            bar.update(len(items) * per_item)
     return [part for parts in dist.gather_objects(done) for part in parts]
 
 

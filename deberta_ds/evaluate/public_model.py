@@ -10,8 +10,7 @@ from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.numbers import format_count
 from deberta_ds.checkpoint.find import local_copy
 from deberta_ds.evaluate.fill_mask import check_fills_masks, fill_mask
-from deberta_ds.release.networks import TOLERANCE, changes_beyond_reach
-from deberta_ds.release.read_back import SENTENCES, check_tokenizer, hidden_state_error
+from deberta_ds.release import networks, read_back
 from deberta_ds.release.reader import loaded, read_release
 
 _TEXT = "Paris is the [MASK] of France."
@@ -40,16 +39,17 @@ def examine_model(source: str) -> Iterator[str]:
                "launch/convert.py --to hf writes a directory that it reads, and compares")
     else:
         # In fp64: rounding hides nothing.
-        gap = hidden_state_error(theirs, network, of_source=True)
-        yield (f"{'' if gap <= TOLERANCE else 'PROBLEM: '}hidden states differ from "
-               f"transformers' by {gap:.1e} of the largest one, allowed: {TOLERANCE:.0e}")
-        yield from changes_beyond_reach(release)
+        gap = read_back.hidden_state_error(theirs, network, of_source=True)
+        yield (f"{'' if gap <= networks.TOLERANCE else 'PROBLEM: '}hidden states differ from "
+               f"transformers' by {gap:.1e} of the largest one, allowed: {networks.TOLERANCE:.0e}")
+        yield from networks.changes_beyond_reach(release)
     if model.tokenizer is None:
         yield "no tokenizer that is read; nothing was tokenized"
         return
     try:
-        other = check_tokenizer(path)
-        yield f"tokens: {len(SENTENCES) - len(other)} of {len(SENTENCES)} texts as AutoTokenizer"
+        other = read_back.check_tokenizer(path)
+        count = len(read_back.SENTENCES)
+        yield f"tokens: {count - len(other)} of {count} texts as AutoTokenizer"
         yield from (f"  {line}" for line in other)
     except UserError as error:
         yield f"tokens: not compared: {error}"

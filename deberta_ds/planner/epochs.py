@@ -3,14 +3,8 @@
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import rows_of_run
 from deberta_ds.config.run_config import RunConfig, SourceConfig
+from deberta_ds.data import shards
 from deberta_ds.data.mixture import FEW_EPOCHS, MANY_EPOCHS
-from deberta_ds.data.shards import (
-    FRAME_TOKENS,
-    MANIFEST,
-    read_manifest,
-    read_rows_manifest,
-    rows_directory,
-)
 
 _ROUNDED = 1.1  # new.py counts tokens, a run sequences, of which some are not full
 _LEARNS = 15_000_000  # tokens in which the smallest model learns (docs/evidence/recipes.md)
@@ -30,12 +24,13 @@ def epochs_of(run: RunConfig, source: SourceConfig) -> float | None:
     Before the corpus is packed, its sequences are about as many as its tokens fill.
     """
     length = run.data.seq_len
-    rows = rows_directory(source.path, length)
+    rows = shards.rows_directory(source.path, length)
     try:
-        if (rows / MANIFEST).exists():
-            sequences = sum(shard.rows for shard in read_rows_manifest(rows)[0].shards)
+        if (rows / shards.MANIFEST).exists():
+            sequences = sum(shard.rows for shard in shards.read_rows_manifest(rows)[0].shards)
         else:
-            sequences = -(-read_manifest(source.path)[0].tokens // (length - FRAME_TOKENS))
+            tokens = shards.read_manifest(source.path)[0].tokens
+            sequences = -(-tokens // (length - shards.FRAME_TOKENS))
     except UserError:
         return None
     share = source.weight / sum(one.weight for one in run.data.sources)

@@ -8,23 +8,15 @@ shapes a masked LM gets the one whose loss is expected to be lowest after the to
 import math
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
 from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import fill, format_count, format_duration
-from deberta_ds.config import run_config
+from deberta_ds.config import run_config, toml_files
 from deberta_ds.config.model import padded_rows
-from deberta_ds.config.toml_files import (
-    BUILT,
-    as_override,
-    as_toml,
-    read_built,
-    read_toml,
-    set_value,
-)
 from deberta_ds.data.shards import MANIFEST, planned_lengths, read_manifest
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.gpus import Gpu, card_of, cpu_ranks
@@ -55,20 +47,16 @@ Changes = dict[str, tuple[Any, str]]  # {key of a run file: (value, reason)}
 
 @dataclass(frozen=True)
 class Text:
-    """Keys of [data], what there is to train on and to evaluate with (in the smallest held-out
-    corpus), and the sequence lengths for which all is packed.
+    """Keys of [data], its packed corpora, what there is to train on and to evaluate with (in the
+    smallest held-out corpus), and the sequence lengths for which all is packed.
     """
 
     data: dict[str, Any]  # sources, heldout, tokenizer
+    directories: list[str]  # the held-out ones too
     tokens: int
     heldout_tokens: int
     vocab_size: int
     packed: list[int]
-
-    @property
-    def directories(self) -> list[str]:
-        """Packed corpora of the run, the held-out ones too."""
-        return [source["path"] for source in self.data["sources"]] + _heldout(self.data)
 
 
 @dataclass(frozen=True)
@@ -84,26 +72,23 @@ class Devices:
 
 def open_corpus(directory: str, heldout: str | None, tokenizer: str | None) -> Text:
     """Return the corpus of a directory; options go before its corpus.json."""
-    is_built = (Path(directory) / BUILT).exists()
+    is_built = (Path(directory) / toml_files.BUILT).exists()
     if not is_built and not (Path(directory) / MANIFEST).exists():
-        raise UserError(f"{directory}: no {BUILT} in it; run data_prep/build.py to its end, or give"
-                        " the right directory")
-    data = read_built(directory) if is_built else {"sources": [{"path": directory}]}
+        raise UserError(f"{directory}: no {toml_files.BUILT} in it; run data_prep/build.py to its "
+                        "end, or give the right directory")
+    data = toml_files.read_built(directory) if is_built else {"sources": [{"path": directory}]}
     data |= {key: path for key, path in (("heldout", heldout), ("tokenizer", tokenizer)) if path}
     train = [read_manifest(source["path"])[0] for source in data["sources"]]
     for key in ("heldout", "tokenizer"):
         if not data.get(key):
-            raise UserError(f"{directory}: no {BUILT} in it names its {key}; give --{key} PATH")
-    held_out = [read_manifest(path)[0] for path in _heldout(data)]
-    text = Text(data, sum(one.tokens for one in train), min(one.tokens for one in held_out),
-                train[0].vocab_size, [])
-    lengths = map(set, map(planned_lengths, text.directories))
-    return replace(text, packed=sorted(set.intersection(*lengths)))
-
-
-def _heldout(data: dict[str, Any]) -> list[str]:
+            raise UserError(f"{directory}: no {toml_files.BUILT} in it names its {key}; give "
+                            f"--{key} PATH")
     found = data["heldout"]
-    return list(found.values()) if isinstance(found, dict) else [found]
+    held_out = list(found.values()) if isinstance(found, dict) else [found]
+    directories = [*(source["path"] for source in data["sources"]), *held_out]
+    return Text(data, directories, sum(one.tokens for one in train),
+                min(read_manifest(path)[0].tokens for path in held_out), train[0].vocab_size,
+                sorted(set.intersection(*map(set, map(planned_lengths, directories)))))
 
 
 def open_devices(words: str, *figures: float | None) -> Devices:
@@ -182,7 +167,7 @@ def choose(text: Text, devices: Devices, hours: float, objective: str, name: str
 
 
 def _run(file: str, changes: Changes) -> run_config.RunConfig:
-    overrides = [as_override(key, value) for key, (value, _) in changes.items()]
+    overrides = [toml_files.as_override(key, value) for key, (value, _) in changes.items()]
     return run_config.load(file, overrides)[0]
 
 
@@ -261,15 +246,15 @@ def _of_steps(steps: int, per_step: int, tokens: int, best: Choice, limit: str) 
 
 def _file(file: str, changes: Changes, head: str) -> str:
     """Return a run file with the values of another and `changes`, each with its reason."""
-    values, lines = read_toml(file, "run file", file), [_comment(head)]
+    values, lines = toml_files.read_toml(file, "run file", file), [_comment(head)]
     for key, (value, _) in changes.items():
-        set_value(values, key, value)
+        toml_files.set_value(values, key, value)
     for section, table in values.items():
         in_table = isinstance(table, dict)
         lines += ["", f"[{section}]"] * in_table
         for key, value in table.items() if in_table else [(section, table)]:
             _, reason = changes.get(f"{section}.{key}" if in_table else key, (value, ""))
-            lines += [_comment(reason)] * bool(reason) + [f"{key} = {as_toml(value)}"]
+            lines += [_comment(reason)] * bool(reason) + [f"{key} = {toml_files.as_toml(value)}"]
     return "\n".join(lines) + "\n"
 
 

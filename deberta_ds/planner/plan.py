@@ -82,7 +82,7 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
     summed: gradients of the micro-batches are summed outside of DeepSpeed (`engine.passes`).
     """
     zero = ds.get("zero_optimization", {})
-    stage, width = ds_config.zero_stage(ds), weight_width(ds)
+    stage, width = ds_config.zero_stage(ds), DTYPES[ds_config.precision(ds)].itemsize
     part = -(-parameters // ranks)
     bucket = width * int(zero.get("reduce_bucket_size", BUCKET))
     away = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
@@ -124,7 +124,8 @@ def most_sent(sizes: list[int], ds: dict, ranks: int, micro_batches: int) -> flo
     gathers every weight for each use, at most four times in a micro-batch, the embedding six times;
     DeepSpeed's stage3_max_reuse_distance and _max_live_parameters may spare most of it.
     """
-    stage, width, total = ds_config.zero_stage(ds), weight_width(ds), sum(sizes)
+    stage, width = ds_config.zero_stage(ds), DTYPES[ds_config.precision(ds)].itemsize
+    total = sum(sizes)
     sent = ds.get("communication_data_type")
     gradients = total * (DTYPES[sent].itemsize if sent else width)
     share = (ranks - 1) / ranks  # of what is gathered or scattered
@@ -133,11 +134,6 @@ def most_sent(sizes: list[int], ds: dict, ranks: int, micro_batches: int) -> flo
         return share * micro_batches * (gradients + width * (4 * sum(padded) + 2 * max(padded)))
     return share * (2 * gradients * (micro_batches if stage == 2 else 1)
                     + (width * total if stage else 0))
-
-
-def weight_width(ds: dict) -> int:
-    """Return the bytes of an element of the weights that run forward."""
-    return DTYPES[ds_config.precision(ds)].itemsize
 
 
 def bandwidth(gpu: Gpu, gpus: int, nodes: int) -> float:

@@ -86,9 +86,9 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
         record = {"source": str(source), "content_hashes": release.identity, "format": to,
                   "version": __version__, "notes": notes, "checks": checks}
         write_atomic(fresh / RECORD, json.dumps(record, indent=1) + "\n")
+        summary = Summary(tuple(notes), tuple(checks), (*changes, *warnings), release.place)
         if finish:
-            finish(fresh, Summary(tuple(notes), tuple(checks), (*changes, *warnings),
-                                  release.place))
+            finish(fresh, summary)
         check_out(out)  # it took minutes
         os.replace(fresh, out)
     except UserError as error:
@@ -99,7 +99,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
         raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return Summary(tuple(notes), tuple(checks), (*changes, *warnings))
+    return summary
 
 
 def check_out(out: str | Path) -> None:

@@ -6,12 +6,7 @@ tokens; words.py where words start; kinds.py, fast.py `tokenizers`; spm.py Sente
 
 from deberta_ds.tokenizer.spm import MASK_TOKEN, SPECIAL_TOKENS
 from deberta_ds.tokenizer.tokenizer import Tokenizer, unknown_tokens
-from deberta_ds.tokenizer.words import (
-    SPACE_MARK,
-    UNSPACED_SCRIPTS,
-    starts_official_word,
-    subword_starts_word,
-)
+from deberta_ds.tokenizer.words import SPACE_MARK, UNSPACED_SCRIPTS
 
 __all__ = ["MASK_TOKEN", "SPACE_MARK", "SPECIAL_TOKENS", "UNSPACED_SCRIPTS", "Tokenizer",
-           "subword_starts_word", "starts_official_word", "unknown_tokens"]
+           "unknown_tokens"]

@@ -15,7 +15,7 @@ import re
 import threading
 import unicodedata
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,10 +23,10 @@ import numpy as np
 import tokenizers
 
 from deberta_ds.base.errors import UserError, first_line
-from deberta_ds.tokenizer import words
 from deberta_ds.tokenizer.files import Files, read_settings, token_name
-from deberta_ds.tokenizer.kinds import read_specification, subword_kind, what_is_lost
+from deberta_ds.tokenizer.kinds import parts_of, read_specification, subword_kind, what_is_lost
 from deberta_ds.tokenizer.roles import check_roles, look_up_roles
+from deberta_ds.tokenizer.words import byte_of, character_length
 
 # Workers are processes here; threads inside each would share the same cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -48,7 +48,7 @@ class FastEngine:
         self.place = next(iter(files.values())).path
         settings = read_settings(files)
         self.specification = read_specification(files, settings)
-        self.kind, self._prefix = subword_kind(self.specification, self.place)
+        self.kind, self.prefix = subword_kind(self.specification, self.place)
         self.lost = what_is_lost(self.specification, self.kind)
         added = {token["content"]: token["id"] for token in self.specification["added_tokens"]}
         ids = vocabulary_ids(self.specification) | added
@@ -63,15 +63,12 @@ class FastEngine:
         self.pieces = [""] * size
         for piece, number in ids.items():
             self.pieces[number] = piece
-        self._added = set(added.values())
+        self.added = set(added.values())
         self.special = {token["id"] for token in self.specification["added_tokens"]
                         if token.get("special")}
         self.special |= set(range(len(self.pieces))) - set(ids.values())
+        self.verbatim = self.added | self.special
         self.sha256 = self._identity()
-        marked: dict[str, Callable[[int], str]] = {
-            "byte_level": lambda number: self._byte_level_text(number, "replace").replace(
-                " ", words.SPACE_MARK), "metaspace": self.pieces.__getitem__}
-        self.official_subword = marked.get(self.kind)  # the piece with U+2581 for a space
         self._fast = _load(self.specification, set(self.roles.values()), self.place)
 
     def _identity(self) -> str:
@@ -101,44 +98,11 @@ class FastEngine:
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._fast.encode(text, add_special_tokens=False)
-        values = [words.byte_of(self.pieces[number]) for number in found.ids]
+        values = [byte_of(self.pieces[number]) for number in found.ids]
         return found.ids, _over_marks(text, _spread(values, found.offsets))
 
     def decode(self, ids: list[int]) -> str:
         return self._fast.decode(ids, skip_special_tokens=False)
-
-    def starts_word(self, number: int) -> bool:
-        piece = self.pieces[number]
-        if number in self._added or self.kind == "words":
-            return True
-        if self.kind == "byte_level":
-            data = words.bytes_of_subword(piece)
-            return data is None or words.bytes_start_word(data)
-        if self.kind == "wordpiece":
-            rest = piece.removeprefix(self._prefix)  # the prefix marks what continues a word
-            return rest == piece or (bool(rest) and words.is_unspaced(rest[0]))
-        return words.subword_starts_word(piece)
-
-    def _byte_level_text(self, number: int, errors: str) -> str:
-        data = words.bytes_of_subword(self.pieces[number])
-        return self.pieces[number] if data is None else data.decode("utf-8", errors)
-
-    def bytes_of(self, number: int) -> bytes | None:
-        if number in self._added:
-            return None
-        of_piece = words.bytes_of_subword if self.kind == "byte_level" else words.byte_of
-        return of_piece(self.pieces[number])
-
-    def readable(self, number: int) -> str:
-        piece = self.pieces[number]
-        if number in self._added or number in self.special:
-            return piece
-        if self.kind == "byte_level":
-            return self._byte_level_text(number, "backslashreplace")
-        if self.kind == "metaspace":
-            return piece.replace(words.SPACE_MARK, " ")
-        rest = piece.removeprefix(self._prefix) if self._prefix else piece
-        return rest if rest != piece else " " + piece
 
 
 def _spread(values: list[bytes | None], offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -150,7 +114,7 @@ def _spread(values: list[bytes | None], offsets: list[tuple[int, int]]) -> list[
         run = list(same)
         found = [values[index] for index in run]
         place = start - 1
-        places = [place := place + bool(value is not None and words.character_length(value[0]))
+        places = [place := place + bool(value is not None and character_length(value[0]))
                   for value in found]
         if end - start > 1 and places[0] == start and places[-1] == end - 1 \
                 and None not in found:
@@ -200,7 +164,8 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
     hidden |= numbers & {token["id"] for token in added if token["special"]} - {unknown}
     model = _without_names(specification["model"], hidden)
     added = [token for token in added if not token["special"] or token["id"] not in numbers]
-    if (growth := _growth(specification.get("normalizer"))) > _MOST_GROWTH:
+    growth = math.prod(map(_growth, parts_of(specification.get("normalizer"))))
+    if growth > _MOST_GROWTH:
         raise UserError(f"{place}: its normalizer makes {growth:,} characters of one by Replace "
                         f"(at most {_MOST_GROWTH}, or a text could fill the memory); "
                         "shorten what it writes")
@@ -241,13 +206,8 @@ def _silent_panics() -> Iterator[None]:
             os.dup2(kept.fileno(), 2)
 
 
-def _growth(normalizer) -> int:
-    """Return how many characters one can become by replacements, one after the other."""
-    if not isinstance(normalizer, dict):
-        return 1
-    inner = normalizer.get("normalizers")
-    if isinstance(inner, list):
-        return math.prod(map(_growth, inner))
+def _growth(normalizer: dict) -> int:
+    """Return how many characters a step of a normalizer can make of one by replacing."""
     content, pattern = normalizer.get("content"), normalizer.get("pattern")
     if not (isinstance(content, str) and isinstance(pattern, dict)):
         return 1

@@ -6,11 +6,12 @@ tokenize_chinese_chars.
 """
 
 from pathlib import Path
+from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import ReadFile, read_json
 from deberta_ds.tokenizer.files import JSON, SETTINGS, Files
-from deberta_ds.tokenizer.vocabularies import VOCABULARIES, Vocabulary, is_vocabulary
+from deberta_ds.tokenizer.vocabularies import VOCABULARIES, Vocabulary
 from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character
 
 _REMEDY = "a tokenizer.json of Hugging Face `tokenizers` is expected; save the tokenizer again"
@@ -23,8 +24,10 @@ def read_specification(files: Files, settings: dict) -> dict:
         specification = _read_json(files[JSON])
     else:
         kind = next(one for one in VOCABULARIES if set(one.files) <= files.keys())
-        _check_class(kind, files[kind.files[0]], settings)
+        file = files[kind.files[0]]
+        _check_class(kind, file, settings)
         specification = kind.read(*(files[name] for name in kind.files))
+        _check_vocabulary(specification["model"], file)
     _apply_settings(specification, settings)
     add_tokens(specification, settings["added_tokens"])
     return specification
@@ -51,9 +54,7 @@ def _read_json(path: ReadFile) -> dict:
     if "type" not in model:  # files of early versions do not say
         model["type"] = ("BPE" if "merges" in model else "Unigram"
                          if isinstance(model["vocab"], list) else "WordPiece")
-    wanted = list if model["type"] == "Unigram" else dict
-    if not isinstance(model["vocab"], wanted) or not is_vocabulary(model["vocab"]):
-        raise UserError(f"{path}: its {model['type']} vocabulary is damaged; {_REMEDY}")
+    _check_vocabulary(model, path)
     if isinstance(model.get("merges"), list):  # "a b" in older files, ["a", "b"] in newer ones
         model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge
                            for merge in model["merges"]]
@@ -66,6 +67,21 @@ def _read_json(path: ReadFile) -> dict:
             and type(token.get("id")) is int and token["id"] >= 0 for token in tokens):
         raise UserError(f"{path}: added_tokens without id or content; {_REMEDY}")
     return specification | {"added_tokens": list(tokens)}
+
+
+def _check_vocabulary(model: dict, path: ReadFile) -> None:
+    """UserError unless it is {piece: id} with no id twice, or [[piece, score], ...] of Unigram."""
+    vocabulary = model["vocab"]
+    if model["type"] == "Unigram":
+        is_whole = isinstance(vocabulary, list) and all(
+            isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
+            and isinstance(entry[1], int | float) for entry in vocabulary)
+    else:
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
+        is_whole = all(type(number) is int and 0 <= number < 1 << 31 for number in ids) and (
+            len(set(ids)) == len(ids))
+    if not is_whole:
+        raise UserError(f"{path}: its {model['type']} vocabulary is damaged; {_REMEDY}")
 
 
 def _check_unknown(model: dict, path: ReadFile) -> None:
@@ -91,12 +107,12 @@ def _apply_settings(specification: dict, settings: dict) -> None:
     owner = str(settings.get("tokenizer_class") or "")
     if owner.startswith(_PLAIN_CLASSES):
         return
-    for part in _parts(specification.get("pre_tokenizer"), "pretokenizers"):
+    for part in parts_of(specification.get("pre_tokenizer")):
         if part.get("type") == "ByteLevel" and "add_prefix_space" in settings:
             part["add_prefix_space"] = bool(settings["add_prefix_space"])
     keys = {"lowercase": "do_lower_case", "strip_accents": "strip_accents",
             "handle_chinese_chars": "tokenize_chinese_chars"}
-    for part in _parts(specification.get("normalizer"), "normalizers"):
+    for part in parts_of(specification.get("normalizer")):
         if part.get("type") == "BertNormalizer":
             part |= {ours: settings[theirs] for ours, theirs in keys.items() if theirs in settings}
 
@@ -112,15 +128,13 @@ def add_tokens(specification: dict, added: dict[str, tuple[int, dict]]) -> None:
                     for name in ("single_word", "lstrip", "rstrip", "normalized", "special")})
 
 
-def _parts(step: dict | None, key: str) -> list[dict]:
+def parts_of(step: Any) -> list[dict]:
     """Return the steps of a normalizer or pre-tokenizer, those inside a Sequence one by one."""
     if not isinstance(step, dict):
         return []
-    if step.get("type") == "Sequence":
-        steps = step.get(key)
-        return [part for inner in steps for part in _parts(inner, key)] \
-            if isinstance(steps, list) else []
-    return [step]
+    steps = step.get("normalizers", step.get("pretokenizers"))
+    return [part for inner in steps for part in parts_of(inner)] if isinstance(steps, list) \
+        else [step]
 
 
 def what_is_lost(specification: dict, kind: str) -> str:
@@ -142,8 +156,8 @@ def subword_kind(specification: dict, place: Path) -> tuple[str, str]:
     Kinds: "byte_level", "metaspace", "wordpiece", "words". UserError if nothing marks them.
     """
     model = specification["model"]
-    before = _parts(specification.get("pre_tokenizer"), "pretokenizers")
-    first = _parts(specification.get("normalizer"), "normalizers")
+    before = parts_of(specification.get("pre_tokenizer"))
+    first = parts_of(specification.get("normalizer"))
     if model["type"] == "WordLevel":
         return "words", ""
     if model.get("end_of_word_suffix"):

@@ -5,6 +5,7 @@ one of the usual names, else by what the post-processor of tokenizer.json puts a
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from deberta_ds.base.errors import UserError
@@ -61,28 +62,23 @@ def _remedy(place: object) -> str:
     return f"add it with data_prep/train_tokenizer.py --add_mask {place} --out DIRECTORY"
 
 
-def framing_tokens(processor: dict | None) -> dict[str, str]:
+def framing_tokens(processor: Any) -> dict[str, str]:
     """Return {"cls": name, "sep": name} that a post-processor puts around a single text; nothing
     for one that does not, or is damaged: the roles are missed then, if nothing else names them.
     """
-    try:
-        return {role: name for role, name in _framing(processor).items() if isinstance(name, str)}
-    except (AttributeError, IndexError, KeyError, TypeError):
-        return {}
-
-
-def _framing(processor: Any) -> dict:
-    kind = processor["type"]
-    if kind == "Sequence":
-        return {role: name for part in processor["processors"]
-                for role, name in framing_tokens(part).items()}
-    if kind in ("BertProcessing", "RobertaProcessing"):
-        return {role: processor[role][0] for role in ("cls", "sep")}
-    if kind != "TemplateProcessing" or len(processor["single"]) < 2:
-        return {}
-    first, last = processor["single"][0], processor["single"][-1]
-    return {"cls": first.get("SpecialToken", {}).get("id"),
-            "sep": last.get("SpecialToken", {}).get("id")}
+    found: dict = {}
+    with suppress(AttributeError, IndexError, KeyError, TypeError):
+        kind = processor["type"]
+        if kind == "Sequence":
+            for part in processor["processors"]:
+                found |= framing_tokens(part)
+        elif kind in ("BertProcessing", "RobertaProcessing"):
+            found = {role: processor[role][0] for role in ("cls", "sep")}
+        elif kind == "TemplateProcessing" and len(processor["single"]) > 1:
+            ends = processor["single"][0], processor["single"][-1]
+            found = {role: end.get("SpecialToken", {}).get("id")
+                     for role, end in zip(("cls", "sep"), ends, strict=True)}
+    return {role: name for role, name in found.items() if isinstance(name, str)}
 
 
 def unknown_piece(model: dict) -> str | None:

@@ -21,15 +21,9 @@ import sentencepiece
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import ReadFile
-from deberta_ds.tokenizer import words
 from deberta_ds.tokenizer.files import SPM, Files, read_settings
-from deberta_ds.tokenizer.roles import (
-    ROLES,
-    USUAL_NAMES,
-    Roles,
-    check_roles,
-    look_up_roles,
-)
+from deberta_ds.tokenizer.roles import ROLES, USUAL_NAMES, Roles, check_roles, look_up_roles
+from deberta_ds.tokenizer.words import byte_of
 
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 MASK_TOKEN = "[MASK]"
@@ -42,7 +36,9 @@ class SentencePieceEngine:
     """What `Tokenizer` asks of a SentencePiece model; its attributes are documented there."""
 
     kind = "sentencepiece"
-    lost = ""
+    lost = prefix = ""
+    added: frozenset[int] = frozenset()
+    verbatim = added
 
     def __init__(self, files: Files):
         (path, data), settings = files[SPM], read_settings(files)
@@ -72,7 +68,6 @@ class SentencePieceEngine:
         self.normalizes_itself = proto.normalizer_spec.name != RULES_NAME
         check_settings(settings, self.pieces, self.roles, path)
         self._processor, self._path = processor, path
-        self.official_subword = self.pieces.__getitem__
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
 
@@ -111,7 +106,7 @@ class SentencePieceEngine:
         pieces, offsets = found["pieces"], [tuple(span) for span in found["offsets"]]
         for index in range(len(pieces) - 2, -1, -1):
             start, end = offsets[index]
-            if start == end and words.byte_of(pieces[index]) is not None:
+            if start == end and byte_of(pieces[index]) is not None:
                 offsets[index] = offsets[index + 1]
         if places:
             starts = [*(start for start, _ in places), places[-1][1]]
@@ -121,15 +116,6 @@ class SentencePieceEngine:
 
     def decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
-
-    def starts_word(self, number: int) -> bool:
-        return words.subword_starts_word(self.pieces[number])
-
-    def bytes_of(self, number: int) -> bytes | None:
-        return words.byte_of(self.pieces[number])
-
-    def readable(self, number: int) -> str:
-        return self.pieces[number].replace(words.SPACE_MARK, " ")
 
 
 def _load(data: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from deberta_ds.tokenizer import words
 from deberta_ds.tokenizer.fast import FastEngine
 from deberta_ds.tokenizer.files import SPM, Files, choose, find_files
 from deberta_ds.tokenizer.spm import SentencePieceEngine
-from deberta_ds.tokenizer.words import character_length, starts_official_word
 
 _MANY_UNKNOWN = 0.001  # of the tokens
 _LEADS = ("a", "0", ".", "中")  # texts that what follows hardly ever merges with
@@ -138,11 +138,41 @@ class Tokenizer:
 
     def readable(self, ids) -> list[str]:
         """Return the text of each id, with the space before a word; lone bytes as \\xNN."""
-        return [self._engine.readable(int(token)) for token in ids]
+        return [self._readable(int(token)) for token in ids]
+
+    def _readable(self, number: int) -> str:
+        piece = self._engine.pieces[number]
+        if number in self._engine.verbatim:
+            return piece
+        if self.kind == "byte_level":
+            data = words.bytes_of_subword(piece)
+            return piece if data is None else data.decode("utf-8", "backslashreplace")
+        if self.kind in ("metaspace", "sentencepiece"):
+            return piece.replace(words.SPACE_MARK, " ")
+        rest = piece.removeprefix(self._engine.prefix)
+        return rest if rest != piece else " " + piece
+
+    def _bytes_of(self, number: int) -> bytes | None:
+        if number in self._engine.added:
+            return None
+        of_piece = words.bytes_of_subword if self.kind == "byte_level" else words.byte_of
+        return of_piece(self._engine.pieces[number])
 
     def word_starts(self) -> np.ndarray:
         """Return bool[size]: whether each id starts a word (the rule is in words.py)."""
-        return self._table(self._engine.starts_word)
+        return self._table(self._starts_word)
+
+    def _starts_word(self, number: int) -> bool:
+        piece = self._engine.pieces[number]
+        if number in self._engine.added or self.kind == "words":
+            return True
+        if self.kind == "byte_level":
+            data = words.bytes_of_subword(piece)
+            return data is None or words.bytes_start_word(data)
+        if self.kind == "wordpiece":
+            rest = piece.removeprefix(self._engine.prefix)  # it marks what continues a word
+            return rest == piece or (bool(rest) and words.is_unspaced(rest[0]))
+        return words.subword_starts_word(piece)
 
     def stored_word_starts(self) -> np.ndarray:
         """Return bool[2 * size]: `word_starts` for ids as shards hold them (segmented.py)."""
@@ -153,15 +183,16 @@ class Tokenizer:
 
         It has none for WordPiece, which keeps its own.
         """
-        official = self._engine.official_subword
-        if official is None:
+        if self.kind in ("wordpiece", "words"):
             return self.word_starts()
-        return self._table(lambda number: starts_official_word(official(number)))
+        return self._table(lambda number: words.starts_official_word(
+            self._readable(number).replace(" ", words.SPACE_MARK) if self.kind == "byte_level"
+            else self._engine.pieces[number]))
 
     def character_starts(self) -> np.ndarray:
         """Return bool[size]: False for ids that begin inside a character (its later bytes)."""
-        return self._table(lambda number: not (data := self._engine.bytes_of(number))
-                           or character_length(data[0]))
+        return self._table(lambda number: not (data := self._bytes_of(number))
+                           or words.character_length(data[0]))
 
     def is_special(self) -> np.ndarray:
         """Return bool[size]: ids that are never masked and never drawn as a replacement."""
@@ -172,7 +203,7 @@ class Tokenizer:
         SentencePiece: most text has none of them.
         """
         return ~self._special & self._table(lambda number: (
-            (data := self._engine.bytes_of(number)) is not None
+            (data := self._bytes_of(number)) is not None
             and (self.kind != "byte_level" or data.decode(errors="ignore").encode() != data)))
 
     @cached_property

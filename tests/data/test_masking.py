@@ -11,7 +11,7 @@ import pytest
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.data import masking
 from deberta_ds.data.masking import LONGEST_WORD, cut_long_words, mask_row, word_spans
-from deberta_ds.tokenizer import starts_official_word
+from deberta_ds.tokenizer.words import starts_official_word
 
 VOCAB, MASK = 200, 199
 SPECIAL = np.zeros(VOCAB, dtype=bool)

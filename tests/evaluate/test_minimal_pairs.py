@@ -29,8 +29,8 @@ from deberta_ds.release import model_files
 from deberta_ds.release.model_files import exported_word_ids, write_ours, write_tokenizer_files
 from deberta_ds.release.reader import LoadedModel, load_backbone
 from deberta_ds.report.pages import render
-from deberta_ds.tokenizer import subword_starts_word
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
+from deberta_ds.tokenizer.words import subword_starts_word
 from deberta_ds.tracking.log import read_metrics
 from deberta_ds.training import loop
 from deberta_ds.training.held_out import score_minimal_pairs
@@ -151,17 +151,6 @@ def test_the_published_rule_has_other_words_and_masks_unknown_tokens_with_them(
                                          (3, 4, True, True), (4, 5, True, True)]
 
 
-def test_word_ids_of_no_words_and_without_a_masked_lm_are_errors(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="leave --scoring out"):
-        pair_scores.score_pairs(discriminator(), PAIRS, "word_ids")
-    with pytest.raises(UserError, match="'\\[MASK\\] is it': the exported tokenizer gives"):
-        exported_word_ids(tiny_tokenizer(), ["[MASK] is it"])
-    text = json.loads(build_tokenizer_json(tiny_tokenizer())) | {"pre_tokenizer": None}
-    monkeypatch.setattr(model_files, "build_tokenizer_json", lambda _: json.dumps(text))
-    with pytest.raises(UserError, match="or takes it for one word"):
-        exported_word_ids(tiny_tokenizer(), ["It is."])
-
-
 def test_originality_equals_a_loop_over_transformers_layers():
     model = discriminator()
     found = pair_scores.score_pairs(model, PAIRS).scores
@@ -192,23 +181,17 @@ def test_originality_equals_a_loop_over_transformers_layers():
                 sum(log_p[start:len(ids) - end]), rel=1e-5, abs=1e-9)
 
 
-def constant_discriminator() -> LoadedModel:
-    model = discriminator()
-    with torch.no_grad():
-        model.replaced_token_head.classifier.weight.zero_()
-    return model
-
-
 def test_a_constant_model_gets_exactly_half():
     swapped = [dataclasses.replace(pair, bad=" ".join(reversed(pair.good.split())))
                for pair in PAIRS]
     same_length = [pair for pair in swapped if len(tiny_tokenizer().encode(pair.good))
                    == len(tiny_tokenizer().encode(pair.bad))]
-    model = masked_model()
+    (words, masked_lm), judge = masked_model().masked_lm, discriminator()
     with torch.no_grad():
-        model.masked_lm[0].weight.zero_()
-        model.masked_lm[1].head.bias.zero_()
-    both = dataclasses.replace(constant_discriminator(), masked_lm=model.masked_lm)
+        for tensor in (words.weight, masked_lm.head.bias,
+                       judge.replaced_token_head.classifier.weight):
+            tensor.zero_()
+    both = dataclasses.replace(judge, masked_lm=(words, masked_lm))
     assert same_length
     result = pair_scores.summarize(pair_scores.score_pairs(both, same_length), same_length)
     assert set(result) == set(pair_scores.SCORERS) - {"pll_word_ids"}
@@ -220,30 +203,22 @@ def test_a_constant_model_gets_exactly_half():
     assert result["discriminator_mean"]["accuracy"] == 0.5
 
 
-def test_a_tie_counts_half_and_rounding_is_a_tie():
-    scores = np.array([[-3.0, -4.0], [-4.0, -3.0], [-5.0, -5.0], [-5.0, -5.0 - 1e-7], [0.0, 0.0]])
-    assert outcomes(scores).tolist() == [1, 0, 0.5, 0.5, 0.5]
-
-
-def test_scores_that_are_no_numbers_are_no_scores(tmp_path):
+def test_a_tie_counts_half_rounding_is_a_tie_and_what_is_no_number_is_no_score():
     """A diverged model got 0 % and no word."""
+    scores = np.array([[-3.0, -4.0], [-4.0, -3.0], [-5.0, -5.0], [-5.0, -5.0 - 1e-7], [0.0, 0.0],
+                       [np.nan, 1.0], [-np.inf, np.nan], [np.inf, np.inf]])
+    assert outcomes(scores)[:5].tolist() == [1, 0, 0.5, 0.5, 0.5]
+    assert np.isnan(outcomes(scores)[5:]).all()
     model = dataclasses.replace(discriminator(), masked_lm=masked_model().masked_lm)
     with torch.no_grad():
         model.masked_lm[0].weight.fill_(torch.nan)
     with pytest.raises(UserError, match=r"PLL by word \(.*: the score of 'The .* is no number"):
         pair_scores.score_pairs(model, PAIRS)
-    scores = np.array([[np.nan, 1.0], [-np.inf, np.nan], [np.inf, np.inf], [1.0, 0.0]])
-    assert np.isnan(outcomes(scores)).tolist() == [True, True, True, False]
 
 
-def test_every_piece_is_asked_once_in_each_reading():
-    sentences = encode_sentences([pair.good for pair in PAIRS], tiny_tokenizer(), 64)
-    queries = queries_of(sentences, tiny_tokenizer())
-    for chosen in (queries.by_word, queries.by_token):
-        asked = sorted(zip(queries.sentence[chosen], queries.target[chosen], strict=True))
-        assert asked == [(n, k) for n, ids in enumerate(sentences) for k in range(1, len(ids) - 1)]
-    items = np.concatenate(cut_work(np.array([5, 9, 5, 5]), 10))
-    assert sorted(items) == [0, 1, 2, 3]
+def test_batches_are_of_one_length_and_hold_every_item_once():
+    batches = cut_work(np.array([5, 9, 5, 5]), 10)
+    assert [batch.tolist() for batch in batches] == [[1], [0, 2], [3]]
 
 
 def test_interval_and_means_are_those_of_the_formulas():
@@ -267,25 +242,29 @@ def test_interval_and_means_are_those_of_the_formulas():
     assert pair_scores.summarize(scored, pairs)["pll_word"] == result
 
 
-def test_long_sentences_and_models_without_heads_are_refused():
-    with pytest.raises(UserError, match="the model has 64 positions"):
-        pair_scores.score_pairs(masked_model(), [MinimalPair("word " * 90, "a", "p", "q")])
-    bare = dataclasses.replace(masked_model(), masked_lm=None)
-    with pytest.raises(UserError, match="cannot score sentences"):
-        pair_scores.score_pairs(bare, PAIRS)
-
-
-def with_paradigms(names) -> dict:
-    """Return as much of a minimal_pairs.json."""
-    return {"scorers": {"pll_word": {"paradigms": {name: {"phenomenon": "all"} for name in names}}}}
+def test_what_cannot_be_scored_is_refused(monkeypatch):
+    for model, pairs, scoring, message in (
+            (masked_model(), [MinimalPair("word " * 90, "a", "p", "q")], "word", "64 positions"),
+            (dataclasses.replace(masked_model(), masked_lm=None), PAIRS, "word", "cannot score se"),
+            (discriminator(), PAIRS, "word_ids", "leave --scoring out")):
+        with pytest.raises(UserError, match=message):
+            pair_scores.score_pairs(model, pairs, scoring)
+    with pytest.raises(UserError, match="'\\[MASK\\] is it': the exported tokenizer gives"):
+        exported_word_ids(tiny_tokenizer(), ["[MASK] is it"])
+    text = json.loads(build_tokenizer_json(tiny_tokenizer())) | {"pre_tokenizer": None}
+    monkeypatch.setattr(model_files, "build_tokenizer_json", lambda _: json.dumps(text))
+    with pytest.raises(UserError, match="or takes it for one word"):
+        exported_word_ids(tiny_tokenizer(), ["It is."])
 
 
 def test_published_scores_average_to_the_published_overall():
     scores = json.loads(pair_scores.PUBLISHED.read_text())["paradigms"]
-    found = pair_scores.published_scores(with_paradigms(scores))
+    theirs, own = ({"scorers": {"pll_word": {"paradigms": {
+        name: {"phenomenon": "all"} for name in names}}}} for names in (scores, ["own"]))
+    found = pair_scores.published_scores(theirs)
     overall = [round(100 * column["overall"], 1) for column in found.values()]
     assert overall == [61.2, 69.8, 69.6, 83.0, 88.6]
-    assert pair_scores.published_scores(with_paradigms(["own"])) == {}
+    assert pair_scores.published_scores(own) == {}
 
 
 @pytest.mark.parametrize("kind, sharing", [("mlm", "gdes"), ("rtd", "gdes"), ("rtd", "es"),
@@ -369,20 +348,16 @@ def test_two_ranks_score_pairs_while_they_train_under_zero_3(tmp_path):
 
 
 @pytest.mark.multi
-def test_two_ranks_write_what_one_writes(tmp_path):
-    data = tmp_path / "pairs.jsonl"
+def test_two_ranks_write_what_one_process_computes(tmp_path):
     short = [MinimalPair(f"{word} is here.", f"{word} are here.", word, "agreement")
              for word in ("He", "She", "It", "Nobody", "This")]
+    data, out = tmp_path / "pairs.jsonl", tmp_path / "out"
     data.write_text(as_jsonl(short))
-    model = ROOT / "tests/fixtures/tiny_run/rtd/export"
-    results = []
-    for ranks in (1, 2):
-        out = tmp_path / str(ranks)
-        rank_helpers.run(ranks, ["--model", str(model), "--data", str(data), "--out", str(out),
-                                 "--scoring", "word_ids"],
-                         tmp_path / f"log{ranks}", ROOT / "launch/minimal_pairs.py")
-        results.append(json.loads((out / "minimal_pairs.json").read_text()))
-    assert [result["ranks"] for result in results] == [1, 2]
-    assert results[0]["scorers"] == results[1]["scorers"]
-    assert set(results[0]["scorers"]) == set(pair_scores.SCORERS) - {"pll_word"}
-    assert "agreement" in (tmp_path / "2/minimal_pairs.html").read_text()
+    path = str(ROOT / "tests/fixtures/tiny_run/rtd/export")
+    rank_helpers.run(2, ["--model", path, "--data", str(data), "--out", str(out), "--scoring",
+                         "word_ids"], tmp_path / "log", ROOT / "launch/minimal_pairs.py")
+    result = json.loads((out / "minimal_pairs.json").read_text())
+    alone = pair_scores.score_pairs(load_backbone(path, for_text=True), short, "word_ids")
+    assert result["ranks"] == 2 and result["scorers"] == pair_scores.summarize(alone, short)
+    assert set(result["scorers"]) == set(pair_scores.SCORERS) - {"pll_word"}
+    assert "agreement" in (out / "minimal_pairs.html").read_text()

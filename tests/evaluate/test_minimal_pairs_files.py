@@ -14,17 +14,6 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.training.pairs import MinimalPair, read_pairs, sample_pairs, undecided
 
 
-def test_a_readme_is_no_paradigm_and_two_files_of_one_name_are_two(tmp_path):
-    for language in ("de", "fr"):
-        (tmp_path / language).mkdir()
-        (tmp_path / language / "agreement.jsonl").write_text(
-            '{"sentence_good": "a b", "sentence_bad": "b a"}\n')
-    (tmp_path / "README.txt").write_text("What this is\nand who made it\n")
-    (tmp_path / "zorro.txt").write_text("bad\ngood\n")
-    assert [pair.paradigm for pair in read_pairs(tmp_path)] == [
-        "de/agreement", "fr/agreement", "zorro"]
-
-
 def test_a_damaged_archive_is_one_clear_error(tmp_path):
     noise = np.random.default_rng(0).bytes(1 << 17).hex()
     (tmp_path / "own.jsonl").write_text(as_jsonl(PAIRS).replace("fox", noise))
@@ -55,8 +44,15 @@ def test_formats_are_read(tmp_path):
     assert read_pairs(tmp_path / "filler-gap-wh_object.txt") == [
         MinimalPair(f"good {n}", f"bad {n}", "filler-gap-wh_object", "filler-gap")
         for n in ("one", "two")]
-    (tmp_path / "bare.jsonl").write_text('{"sentence_good": "a  b", "sentence_bad": "b a"}\n')
+    bare = '{"sentence_good": "a  b", "sentence_bad": "b a"}\n'
+    (tmp_path / "bare.jsonl").write_text(bare)
     assert read_pairs(tmp_path / "bare.jsonl") == [MinimalPair("a b", "b a", "bare", "bare")]
+    for name, text in (("de/agreement.jsonl", bare), ("fr/agreement.jsonl", bare),
+                       ("README.txt", "What this is\nand who made it\n"), ("z.txt", "bad\ngood\n")):
+        (tmp_path / "two" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "two" / name).write_text(text)  # two files of one name are two paradigms
+    assert [pair.paradigm for pair in read_pairs(tmp_path / "two")] == [
+        "de/agreement", "fr/agreement", "z"]
 
 
 @pytest.mark.parametrize("name, text, message", [

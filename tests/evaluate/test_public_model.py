@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from convert_cases import transformers_model
 from data_helpers import tokenizer_path
 from deberta_v1_files import hub_directory
 from launching import ROOT
@@ -14,22 +15,14 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate import public_model
 from deberta_ds.evaluate.public_model import examine_model
 
-transformers = pytest.importorskip("transformers")
-
 
 @pytest.fixture
 def xsmall(tmp_path):
     """The layout of microsoft/deberta-v3-xsmall: fp16 in a .bin, spm.model, no architectures."""
-    config = transformers.DebertaV2Config(
-        vocab_size=640, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=48, relative_attention=True, pos_att_type=["p2c", "c2p"],
-        position_buckets=16, norm_rel_ebd="layer_norm", share_att_key=True, type_vocab_size=0,
-        position_biased_input=False, max_position_embeddings=64, pooler_hidden_size=32)
-    torch.manual_seed(1)
-    model = transformers.DebertaV2Model(config)
+    model = transformers_model("v3")
     torch.save({f"deberta.{name}": value.half() for name, value in model.state_dict().items()},
                tmp_path / "pytorch_model.bin")
-    values = config.to_dict() | {"model_type": "deberta-v2"}
+    values = model.config.to_dict()
     values.pop("architectures", None)
     (tmp_path / "config.json").write_text(json.dumps(values))
     shutil.copy(tokenizer_path(), tmp_path / "spm.model")

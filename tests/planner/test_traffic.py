@@ -16,32 +16,23 @@ from deberta_ds.objectives.build import parameter_sizes
 from deberta_ds.planner.plan import most_sent
 
 WORKER = Path(__file__).parents[1] / "workers/traffic.py"
-NOTHING_STAYS = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0,
-                 "stage3_param_persistence_threshold": 0}
-WHOLE_TABLE = "FULL_TABLE" in os.environ
-RECOMPUTED = ["--train.activation_checkpointing=full"]
-QUICK = {2: [{"stage": 3, "zero": NOTHING_STAYS, "slack": 1.4, "overrides": RECOMPUTED,
-              "micro_batches": 2}]}
+PERSISTENT, REUSE = "stage3_param_persistence_threshold", "stage3_max_reuse_distance"
+NOTHING_STAYS = {"stage3_max_live_parameters": 1, REUSE: 0, PERSISTENT: 0}
+BOUND = {"stage": 3, "zero": NOTHING_STAYS, "slack": 1.4}
+QUICK = {2: [BOUND | {"overrides": ["--train.activation_checkpointing=full"], "micro_batches": 2}]}
 CASES = {
-    2: [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3},
-        {"stage": 1, "ds": {"communication_data_type": "fp32"}},
-        {"stage": 3, "ds": {"communication_data_type": "fp32"}},
-        {"stage": 3, "zero": {"stage3_param_persistence_threshold": 0}},
-        {"stage": 3, "zero": NOTHING_STAYS, "slack": 1.4},
-        {"stage": 3, "zero": NOTHING_STAYS | {"stage3_max_reuse_distance": 400_000}, "slack": 5},
-        {"stage": 3, "zero": {"stage3_param_persistence_threshold": 10_000}},
-        {"stage": 3, "zero": {"stage3_param_persistence_threshold": 10_000,
-                              "stage3_max_reuse_distance": 400_000}, "slack": 5},
-        {"stage": 3, "zero": {"stage3_param_persistence_threshold": 0,
-                              "stage3_max_live_parameters": 500_000,
-                              "stage3_max_reuse_distance": 200_000,
-                              "stage3_prefetch_bucket_size": 100_000}, "slack": 5},
-        {"stage": 3, "zero": NOTHING_STAYS, "slack": 1.4, "overrides": ["--objective.kind=mlm"]},
-        {"stage": 3, "zero": NOTHING_STAYS, "slack": 1.4, "micro_batches": 1,
-         "overrides": ["--train.activation_checkpointing=selective"]}, *QUICK[2]],
-    4: [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3},
-        {"stage": 3, "zero": NOTHING_STAYS, "slack": 1.4, "micro_batches": 1}],
-} if WHOLE_TABLE else QUICK
+    2: [*({"stage": stage} for stage in range(4)),
+        *({"stage": stage, "ds": {"communication_data_type": "fp32"}} for stage in (1, 3)),
+        *({"stage": 3, "zero": zero} for zero in (
+            {PERSISTENT: 0}, NOTHING_STAYS | {REUSE: 400_000}, {PERSISTENT: 10_000},
+            {PERSISTENT: 10_000, REUSE: 400_000},
+            {PERSISTENT: 0, "stage3_max_live_parameters": 500_000, REUSE: 200_000,
+             "stage3_prefetch_bucket_size": 100_000})),
+        BOUND, BOUND | {"overrides": ["--objective.kind=mlm"]},
+        BOUND | {"overrides": ["--train.activation_checkpointing=selective"], "micro_batches": 1},
+        *QUICK[2]],
+    4: [*({"stage": stage} for stage in range(4)), BOUND | {"micro_batches": 1}],
+} if "FULL_TABLE" in os.environ else QUICK
 
 
 @pytest.mark.slow

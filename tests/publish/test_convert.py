@@ -11,13 +11,27 @@ import re
 import pytest
 import torch
 import transformers
-from convert_cases import MS_FILES, microsoft_directory, transformers_model
-from export_cases import FAMILIES, make_release, run_config, same_networks, started
+from convert_cases import (
+    MS_FILES,
+    edit_json,
+    json_of,
+    microsoft_directory,
+    state_of,
+    transformers_model,
+)
+from export_cases import (
+    FAMILIES,
+    make_release,
+    run_config,
+    same_networks,
+    same_states,
+    started,
+)
 from safetensors.torch import load_file
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.publish.convert import convert, microsoft_tensors, write_microsoft
+from deberta_ds.publish.convert import convert, microsoft_tensors, write_microsoft, write_release
 from deberta_ds.release import foreign
 from deberta_ds.release.model_files import write_ours
 from deberta_ds.release.networks import build_backbone, sample_batches
@@ -41,8 +55,7 @@ class MaskedLMOf517(transformers.DebertaV2ForMaskedLM):
 
 
 def test_older_transformers_load_an_exported_masked_lm(tmp_path):
-    write_ours(make_release("v3", "mlm"), tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "hf", "hf")
+    write_release(make_release("v3", "mlm"), "test", tmp_path / "hf", "hf")
     now, then = (cls.from_pretrained(tmp_path / "hf").eval()
                  for cls in (transformers.DebertaV2ForMaskedLM, MaskedLMOf517))
     ids = torch.randint(4, 600, (2, 20))
@@ -52,7 +65,7 @@ def test_older_transformers_load_an_exported_masked_lm(tmp_path):
 
 def test_a_state_with_the_tie_of_older_transformers_is_read(tmp_path):
     source = microsoft_directory(tmp_path / "source", "v3")
-    release, state = read_release(source), torch.load(source / MS_FILES[0])
+    release, state = read_release(source), state_of(source)
     words = state["deberta.embeddings.word_embeddings.weight"]
     torch.save(state | {"lm_predictions.lm_head.weight": words}, source / MS_FILES[0])
     same_networks(release, read_release(source))
@@ -122,105 +135,68 @@ def test_only_what_transformers_reads_otherwise_is_said_to_change(tmp_path, monk
     assert any("WARNING" in note and SAID in note for note in notes)
 
 
-@pytest.mark.parametrize("family", ["v1", "v2", "v3", "mdeberta"])
-def test_microsoft_round_trip_is_bit_identical(tmp_path, family):
+@pytest.mark.parametrize(("family", "through"), [
+    *((family, "ours") for family in ("v1", "v2", "v3", "mdeberta")), ("v2", "hf"), ("v3", "hf")])
+def test_microsoft_round_trip_keeps_every_bit_and_what_transformers_drops(tmp_path, family,
+                                                                           through):
     source = microsoft_directory(tmp_path / "source", family)
-    convert(source, tmp_path / "ours", "ours")
-    convert(tmp_path / "ours", tmp_path / "back", "ms")
-    before, after = (torch.load(path / MS_FILES[0], weights_only=True)
-                     for path in (source, tmp_path / "back"))
-    same_tensors(before, after)
-    before, after = (json.loads((path / MS_FILES[1]).read_text())
-                     for path in (source, tmp_path / "back"))
-    assert before == after
-
-
-@pytest.mark.parametrize("family", ["v2", "v3"])
-def test_microsoft_to_hugging_face_and_back_keeps_what_transformers_drops(tmp_path, family):
-    source = microsoft_directory(tmp_path / "source", family)
-    summary = convert(source, tmp_path / "hf", "hf")
+    summary = convert(source, tmp_path / through, through)
+    convert(tmp_path / through, tmp_path / "back", "ms")
+    same_tensors(state_of(source), state_of(tmp_path / "back"))
+    if through == "ours":
+        assert json_of(source / MS_FILES[1]) == json_of(tmp_path / "back" / MS_FILES[1])
+        return
     assert any("position_embeddings" in note and SIDE_FILE in note for note in summary.notes)
-    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    values = json_of(tmp_path / "hf/config.json")
     assert values["pooler_dropout"] == 0.2 and values["cls_dropout"] == 0.3
-    convert(tmp_path / "hf", tmp_path / "back", "ms")
-    same_tensors(*(torch.load(path / MS_FILES[0], weights_only=True)
-                   for path in (source, tmp_path / "back")))
 
 
 def test_v1_without_key_bias_becomes_the_v1_class(tmp_path):
     source = microsoft_directory(tmp_path / "source", "v1", key_bias=0.0)
-    state = torch.load(source / MS_FILES[0], weights_only=True)
-    for name in state:
-        if name.endswith("pos_key_proj.bias"):
-            state[name] = torch.zeros_like(state[name])
+    state = {name: tensor * 0 if name.endswith("pos_key_proj.bias") else tensor
+             for name, tensor in state_of(source).items()}
     torch.save(state, source / MS_FILES[0])
     convert(source, tmp_path / "hf", "hf")
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "deberta"
+    assert json_of(tmp_path / "hf/config.json")["model_type"] == "deberta"
 
 
 def test_v1_with_key_bias_becomes_debertav2_with_the_same_logits(tmp_path):
     source = microsoft_directory(tmp_path / "source", "v1", key_bias=0.5)
     summary = convert(source, tmp_path / "hf", "hf")
-    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    values = json_of(tmp_path / "hf/config.json")
     assert values["model_type"] == "deberta-v2" and not values["share_att_key"]
     assert any("key biases" in note for note in summary.notes)
     model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
-    backbone = build_backbone(read_release(source).main)
-    ids = torch.randint(4, 600, (2, 20))
-    with torch.no_grad():
-        expected = model.deberta(ids).last_hidden_state
-        found = backbone(ids, torch.ones_like(ids))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    same_states(model.deberta, build_backbone(read_release(source).main))
 
 
-def rtd_directory(path, drop):
-    """Write a microsoft directory of an RTD model without the names in `drop`."""
-    release = make_release("v3")
-    write_microsoft(release, path)
-    state = torch.load(path / MS_FILES[0], weights_only=True)
-    torch.save({name: tensor for name, tensor in state.items() if not name.endswith(drop)},
-               path / MS_FILES[0])
-    return release
-
-
-def test_delta_only_file_takes_its_words_from_the_generator(tmp_path):
-    release = rtd_directory(tmp_path / "ms", drop=("word_embeddings.weight",))
-    found = read_release(tmp_path / "ms")
-    same_networks(release, found)
-    assert any("token embedding = generator's + delta" in note for note in found.notes)
-    convert(tmp_path / "ms", tmp_path / "hf", "hf")
+def test_the_table_of_a_discriminator_is_the_generator_s_plus_delta_where_there_is_one(tmp_path):
+    release, place = make_release("v3"), tmp_path / "ms"
+    write_microsoft(release, place)
+    same_networks(release, read_release(place))
+    state, table = state_of(place), "deberta.embeddings.word_embeddings.weight"
+    torch.save({name: value for name, value in state.items() if not name.endswith("_weight")},
+               place / MS_FILES[0])
+    found = read_release(place).main.tensors
+    assert "words.delta" not in found
+    assert torch.equal(found["words.weight"], release.main.tensors["words.weight"])
+    delta_only = {name: value for name, value in state.items() if name != table}
+    for changed, said in ((state | {table: state[table] + 0.01}, "1.0e-02"),
+                          (delta_only, "token embedding = generator's + delta")):
+        torch.save(changed, place / MS_FILES[0])
+        found = read_release(place)
+        same_networks(release, found)
+        assert any(said in note for note in found.notes)
+    convert(place, tmp_path / "hf", "hf")
     same_networks(release, read_release(tmp_path / "hf"))
-
-
-def test_delta_only_file_without_generator_is_refused(tmp_path):
-    rtd_directory(tmp_path / "ms", drop=("word_embeddings.weight",))
-    (tmp_path / "ms" / "pytorch_model.generator.bin").unlink()
+    (place / "pytorch_model.generator.bin").unlink()
     with pytest.raises(UserError, match="_weight.*generator"):
-        read_release(tmp_path / "ms")
-
-
-def test_stale_table_is_replaced_by_the_exact_sum(tmp_path):
-    release = rtd_directory(tmp_path / "ms", drop=("nothing",))
-    same_networks(release, read_release(tmp_path / "ms"))
-    state = torch.load(tmp_path / "ms" / MS_FILES[0], weights_only=True)
-    state["deberta.embeddings.word_embeddings.weight"] += 0.01
-    torch.save(state, tmp_path / "ms" / MS_FILES[0])
-    found = read_release(tmp_path / "ms")
-    same_networks(release, found)
-    assert any("1.0e-02" in note for note in found.notes)
-
-
-def test_file_without_delta_keeps_its_table(tmp_path):
-    release = rtd_directory(tmp_path / "ms", drop=("_weight",))
-    found = read_release(tmp_path / "ms")
-    assert "words.delta" not in found.main.tensors
-    assert torch.equal(found.main.tensors["words.weight"], release.main.tensors["words.weight"])
+        read_release(place)
 
 
 def test_old_prefix_config_entry_and_buffer(tmp_path):
     source = microsoft_directory(tmp_path / "source", "v3")
-    state = torch.load(source / MS_FILES[0], weights_only=True)
-    old = {name.replace("deberta.", "bert."): tensor for name, tensor in state.items()}
+    old = {name.replace("deberta.", "bert."): tensor for name, tensor in state_of(source).items()}
     old |= {"config": {"hidden_size": 32}, "bert.embeddings.position_ids": torch.arange(64)[None]}
     (tmp_path / "old").mkdir()
     torch.save(old, tmp_path / "old" / MS_FILES[0])
@@ -261,12 +237,9 @@ def test_sharded_and_legacy_hugging_face_files(tmp_path):
 def test_a_microsoft_file_without_position_terms_has_those_of_its_code(tmp_path):
     """deberta/disentangled_attention.py: `getattr(config, 'pos_att_type', 'c2p')`."""
     source = microsoft_directory(tmp_path / "source", "v3")
-    values = json.loads((source / MS_FILES[1]).read_text())
-    del values["pos_att_type"]
-    (source / MS_FILES[1]).write_text(json.dumps(values))
+    edit_json(source / MS_FILES[1], pos_att_type=...)
     assert read_release(source).main.config.position_terms == ("c2p",)
-    values["relative_attention"] = False  # c2p still counts in the scale there
-    (source / MS_FILES[1]).write_text(json.dumps(values))
+    edit_json(source / MS_FILES[1], relative_attention=False)  # c2p still counts in the scale there
     with pytest.raises(UserError, match="microsoft's default, without relative_attention"):
         read_release(source)
 
@@ -285,12 +258,11 @@ def test_zero_key_biases_of_a_v2_class_become_microsoft_files(tmp_path):
 def test_the_pad_id_of_a_source_is_kept(tmp_path):
     source = tmp_path / "source"
     transformers_model("v3").save_pretrained(source)
-    values = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(values | {"pad_token_id": 7}))
+    edit_json(source / "config.json", pad_token_id=7)
     convert(source, tmp_path / "ms", "ms")
-    assert json.loads((tmp_path / "ms" / MS_FILES[1]).read_text())["padding_idx"] == 7
+    assert json_of(tmp_path / "ms" / MS_FILES[1])["padding_idx"] == 7
     convert(tmp_path / "ms", tmp_path / "hf", "hf")
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == 7
+    assert json_of(tmp_path / "hf/config.json")["pad_token_id"] == 7
 
 
 def test_what_a_run_leaves_is_computed_as_its_reader_can(tmp_path):

@@ -2,22 +2,21 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from convert_cases import MS_FILES, microsoft_directory, transformers_model
-from data_helpers import tokenizer_path
+from convert_cases import MS_FILES, edit_json, json_of, microsoft_directory, transformers_model
+from data_helpers import run_main, tokenizer_path
 from export_cases import make_release
-from launching import ROOT, python
 from safetensors.torch import load_file, save_file
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.publish import convert as module
-from deberta_ds.publish.convert import convert
-from deberta_ds.release.model_files import write_ours
+from deberta_ds.publish.convert import convert, write_release
 from deberta_ds.release.reader import read_release, read_shapes
 
 
@@ -31,16 +30,11 @@ class Payload:
         return os.mkdir, (self.path,)
 
 
-def command(*arguments):
-    return python(ROOT / "launch/convert.py", *arguments, check=False)
-
-
 def test_pickle_with_code_is_refused_and_not_run(tmp_path):
     source = microsoft_directory(tmp_path / "source", "v3")
     torch.save({"deberta.x": Payload(str(tmp_path / "ran"))}, source / MS_FILES[0])
-    result = command("--model", source, "--out", tmp_path / "out", "--to", "hf")
-    assert result.returncode == 2 and "code in it was not run" in result.stderr
-    assert "Traceback" not in result.stderr and result.stderr.count("\n") == 1
+    with pytest.raises(UserError, match="code in it was not run"):
+        convert(source, tmp_path / "out", "hf")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
@@ -52,18 +46,14 @@ def break_truncated(path):
 def edit(**changes):
     def apply(path):
         tensors = load_file(path / "model.safetensors")
-        for name, change in changes.items():
-            tensors[name] = change
-        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        tensors = {name: tensor for name, tensor in (tensors | changes).items()
+                   if tensor is not None}
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return apply
 
 
 def edit_config(**changes):
-    def apply(path):
-        values = json.loads((path / "config.json").read_text()) | changes
-        (path / "config.json").write_text(json.dumps(values))
-    return apply
+    return lambda path: edit_json(path / "config.json", **changes)
 
 
 def remove(name):
@@ -114,10 +104,7 @@ def sound(tmp_path_factory):
 @pytest.mark.parametrize("case", HOSTILE)
 def test_broken_source_is_one_clear_error(tmp_path, sound, case):
     spoil, wanted = HOSTILE[case]
-    source = tmp_path / "source"
-    source.mkdir()
-    for file in sound.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    source = shutil.copytree(sound, tmp_path / "source")
     spoil(source)
     with pytest.raises(UserError) as error:
         convert(source, tmp_path / "out", "hf")
@@ -154,8 +141,8 @@ def test_truncated_pickle_and_foreign_content_are_refused(tmp_path):
 
 def test_damaged_directory_of_ours_is_one_clear_error(tmp_path, sound):
     convert(sound, tmp_path / "ours", "ours")
-    file = tmp_path / "ours" / "model.json"
-    values = json.loads(file.read_text())
+    file = tmp_path / "ours/model.json"
+    values = json_of(file)
     for damaged in ({}, values | {"format": "deberta_ds-9"}, values | {"networks": {}},
                     values | {"networks": {"main": {"config": {}}}},
                     values | {"networks": {"main": {"config": {"hidden_size": 3}, "rest": {}}}}):
@@ -191,8 +178,7 @@ def test_what_is_there_is_not_replaced(tmp_path, sound, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_an_export_saved_again_in_another_precision_is_read(tmp_path, dtype):
     """transformers leaves the file beside it, with the rows of the table that it reads alone."""
-    write_ours(make_release("v3"), tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "hf", "hf")
+    write_release(make_release("v3"), "test", tmp_path / "hf", "hf")
     before = read_release(tmp_path / "hf").main.tensors
     transformers.AutoModel.from_pretrained(tmp_path / "hf", dtype=dtype).save_pretrained(
         tmp_path / "hf")
@@ -224,48 +210,42 @@ def detection_head():
 def test_command_prints_what_became_of_every_part(tmp_path):
     source = microsoft_directory(tmp_path / "source", "v3", **detection_head())
     (source / "spm.model").write_bytes(Path(tokenizer_path()).read_bytes())
-    result = command("--model", source, "--out", tmp_path / "out", "--to", "hf")
-    assert result.returncode == 0, result.stderr
+    said = run_main("launch/convert.py", "--model", source, "--out", tmp_path / "out", "--to", "hf")
     for wanted in ("replaced-token head", "kept aside: mask_predictions.dense.weight",
                    "kept aside: lm_predictions", "position_embeddings", "AutoModel",
                    "AutoTokenizer gives the ids", "wrote"):
-        assert wanted in result.stdout, wanted
+        assert wanted in said, wanted
 
 
 def _fine_tuned(path, head, family="v3", **labels):
     """Write a model with a classifier's head as transformers saves it, some values changed."""
     transformers_model(family, head).save_pretrained(path)
-    edit_config(**labels)(path)
+    edit_json(path / "config.json", **labels)
     return path
 
 
-def test_a_multiple_choice_model_stays_one(tmp_path):
-    """transformers does not write labels where there are two, and it became a regression."""
-    source = _fine_tuned(tmp_path / "source", "ForMultipleChoice")
-    assert "id2label" not in json.loads((source / "config.json").read_text())
+LABELS = {"id2label": {"0": "A", "1": "B"}, "label2id": {"A": 0, "B": 1}}
+
+
+@pytest.mark.parametrize(("family", "head", "labels", "change", "expected"), [
+    # transformers does not write labels where there are two, and it became a regression.
+    ("v3", "ForMultipleChoice", {}, lambda path: None, "DebertaV2ForMultipleChoice"),
+    # The heads of pretraining that the export had left aside made it a bare encoder.
+    ("v3", "ForSequenceClassification", {}, lambda path: save_file(
+        detection_head(), path / "pretraining_heads.safetensors", {"format": "pt"}),
+     "DebertaV2ForSequenceClassification"),
+    # transformers has no class for it, and loading what does not exist was a traceback.
+    ("v1", "ForSequenceClassification", LABELS, edit(**{
+        "classifier.weight": torch.randn(1, 32), "classifier.bias": torch.randn(1)}),
+     "DebertaForSequenceClassification")], ids=["choice", "over an export", "choice of v1"])
+def test_a_fine_tuned_model_stays_of_its_class(tmp_path, family, head, labels, change, expected):
+    source = _fine_tuned(tmp_path / "source", head, family, **labels)
+    assert labels or "id2label" not in json_of(source / "config.json")
+    change(source)
     convert(source, tmp_path / "out", "hf")
-    values = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert values["architectures"] == ["DebertaV2ForMultipleChoice"]
-
-
-def test_a_classifier_saved_over_an_export_is_one(tmp_path):
-    """The heads of pretraining that the export had left aside made it a bare encoder."""
-    source = _fine_tuned(tmp_path / "source", "ForSequenceClassification")
-    save_file(detection_head(), source / "pretraining_heads.safetensors", {"format": "pt"})
-    convert(source, tmp_path / "out", "hf")
-    values = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert values["architectures"] == ["DebertaV2ForSequenceClassification"]
-
-
-def test_a_choice_of_a_v1_model_is_a_classifier_of_one_score(tmp_path):
-    """transformers has no class for it, and loading what does not exist was a traceback."""
-    labels = {"id2label": {"0": "A", "1": "B"}, "label2id": {"A": 0, "B": 1}}
-    source = _fine_tuned(tmp_path / "source", "ForSequenceClassification", "v1", **labels)
-    edit(**{"classifier.weight": torch.randn(1, 32), "classifier.bias": torch.randn(1)})(source)
-    convert(source, tmp_path / "out", "hf")
-    values = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert values["architectures"] == ["DebertaForSequenceClassification"]
-    assert len(values["id2label"]) == 1
+    values = json_of(tmp_path / "out/config.json")
+    assert values["architectures"] == [expected]
+    assert not labels or len(values["id2label"]) == 1  # a choice: one score for each
 
 
 @pytest.mark.parametrize(("spoil", "message"), [
@@ -274,8 +254,7 @@ def test_a_choice_of_a_v1_model_is_a_classifier_of_one_score(tmp_path):
     (edit(**{"classifier.weight": torch.randn(2, 32).to(torch.float8_e4m3fn)}), "not floats of"),
 ], ids=["labels", "pooler", "float8"])
 def test_heads_of_another_shape_are_one_clear_error(tmp_path, spoil, message):
-    source = _fine_tuned(tmp_path / "source", "ForSequenceClassification",
-                         id2label={"0": "A", "1": "B"}, label2id={"A": 0, "B": 1})
+    source = _fine_tuned(tmp_path / "source", "ForSequenceClassification", **LABELS)
     spoil(source)
     with pytest.raises(UserError, match=message):
         convert(source, tmp_path / "out", "hf")

@@ -5,20 +5,13 @@ import json
 import types
 from pathlib import Path
 
+import export_cases as cases
 import pytest
 import torch
 import transformers
 from data_helpers import SENTENCES, tiny_tokenizer, tokenizer_path
-from export_cases import (
-    BASE,
-    FAMILIES,
-    make_release,
-    random_state,
-    run_config,
-    same_networks,
-    started,
-)
 from hugging_face_models import decoded_by_transformers
+from tokenizer_cases import ODD
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_masked_lm
@@ -34,37 +27,22 @@ from deberta_ds.release.networks import build_backbone
 from deberta_ds.release.reader import load_backbone, read_release
 
 
-def test_every_parameter_has_one_name_on_each_side():
-    for family in FAMILIES:
-        release = make_release(family)
-        for network in release.networks().values():
-            config = network.config
-            there = foreign.to_theirs(network.tensors, config)
-            back = foreign.to_ours(there, config)
-            assert back.keys() == network.tensors.keys() and len(there) == len(back)
-            assert not there.keys() & back.keys()
-
-
 @pytest.mark.parametrize("sharing", ["gdes", "es", "nes"])
 def test_discriminator_is_merged(sharing):
-    run = run_config("v3", embedding_sharing=sharing)
-    state = random_state(build_model(run))
+    run = cases.run_config("v3", embedding_sharing=sharing)
+    state = cases.random_state(build_model(run))
     release = release_of_state(state, run)
-    words = release.main.tensors["words.weight"]
-    expected = state["words.weight"]
-    if sharing == "gdes":
-        expected = expected + state["discriminator.words.weight"]
-    elif sharing == "nes":
-        expected = state["discriminator.words.weight"]
-    assert torch.equal(words, expected)
+    words, own = state["words.weight"], state.get("discriminator.words.weight")
+    expected = words + own if sharing == "gdes" else own if sharing == "nes" else words
+    assert torch.equal(release.main.tensors["words.weight"], expected)
     assert torch.equal(release.generator.tensors["words.weight"], state["words.weight"])
 
 
 def test_exported_model_computes_the_detection_logits_of_training(tmp_path):
     """The oracle is RtdModel.forward itself: its logits from the exported encoder and side file."""
-    run = run_config("v3")
+    run = cases.run_config("v3")
     model = build_model(run).eval()
-    state = random_state(model)
+    state = cases.random_state(model)
     model.load_state_dict(state)
     release = release_of_state(state, run)
     write_hugging_face(release, tmp_path)
@@ -78,25 +56,20 @@ def test_exported_model_computes_the_detection_logits_of_training(tmp_path):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_export_reports_and_checks(tmp_path):
-    write_ours(make_release("v3"), tmp_path / "ours")
-    summary = convert.convert(tmp_path / "ours", tmp_path / "hf", "hf")
-    assert any("AutoModel -> DebertaV2Model: no missing" in line for line in summary.checks)
-    assert any("DebertaV2ForMaskedLM: no missing" in line for line in summary.checks)
-    assert any("AutoTokenizer gives the ids" in line for line in summary.checks)
+def test_export_reports_its_checks_which_notice_another_model(tmp_path):
+    release = cases.make_release("v3")
+    summary = convert.write_release(release, "test", tmp_path / "hf", "hf")
+    for said in ("AutoModel -> DebertaV2Model: no missing", "DebertaV2ForMaskedLM: no missing",
+                 "AutoTokenizer gives the ids"):
+        assert any(said in line for line in summary.checks)
     assert not summary.warnings
     record = json.loads((tmp_path / "hf" / "conversion.json").read_text())
     assert record["notes"] == list(summary.notes)
-
-
-def test_check_notices_another_model(tmp_path):
-    release = make_release("v3")
-    write_hugging_face(release, tmp_path)
     release.main.tensors["trunk.encoder.layers.1.ffn_in.bias"] += 0.5
     with pytest.raises(UserError, match="other hidden states"):
-        read_back.check_hugging_face(release, tmp_path)
+        read_back.check_hugging_face(release, tmp_path / "hf")
     with pytest.raises(UserError, match="read back with other values"):
-        read_back.check_tensors(release, tmp_path)
+        read_back.check_tensors(release, tmp_path / "hf")
 
 
 @pytest.mark.parametrize(("family", "buckets"), [("v1", 0), ("v1_key_bias", 0), ("v2", 16),
@@ -107,42 +80,37 @@ def test_exported_model_agrees_beyond_the_reach_of_the_relative_table(
 
     An odd number of buckets leaves two rows on one side, and one on the other, that nobody trains.
     """
-    monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {"position_buckets": buckets})
-    release = make_release(family)
+    shape = cases.FAMILIES[family] | {"position_buckets": buckets}
+    monkeypatch.setitem(cases.FAMILIES, family, shape)
+    release = cases.make_release(family)
     write_hugging_face(release, tmp_path)
-    theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
-    ours = load_backbone(tmp_path).backbone
-    for length in (63, 64, 65, 100, 256, 300):
-        ids = torch.randint(4, 600, (1, length), generator=torch.Generator().manual_seed(length))
-        with torch.no_grad():
-            torch.testing.assert_close(theirs(ids).last_hidden_state,
-                                       ours(ids, torch.ones_like(ids)), rtol=1e-5, atol=1e-5)
-    same_networks(release, read_release(tmp_path))  # what was in those rows is still there
+    cases.same_states(transformers.AutoModel.from_pretrained(tmp_path).eval(),
+                      load_backbone(tmp_path).backbone, lengths=(63, 64, 65, 100, 256, 300))
+    cases.same_networks(release, read_release(tmp_path))  # what was in those rows is still there
     (tmp_path / "ms").mkdir()
     write_microsoft(read_release(tmp_path), tmp_path / "ms")
-    same_networks(release, read_release(tmp_path / "ms"))
+    cases.same_networks(release, read_release(tmp_path / "ms"))
 
 
 def test_an_export_in_16_bits_holds_the_rounded_weights(tmp_path):
-    precision, dtype = "bf16", torch.bfloat16  # fp16: test_a_weight_that_fp16_cannot_hold_is_named
-    write_ours(make_release("v3"), tmp_path / "ours")
-    convert.convert(tmp_path / "ours", tmp_path / "hf", "hf", precision=precision)
+    write_ours(cases.make_release("v3"), tmp_path / "ours")
+    convert.convert(tmp_path / "ours", tmp_path / "hf", "hf", precision="bf16")
     found, source = read_release(tmp_path / "hf"), read_release(tmp_path / "ours")
-    found.main.tensors["words.weight"] -= source.main.tensors.pop("words.weight").to(dtype)
+    found.main.tensors["words.weight"] -= source.main.tensors.pop("words.weight").to(torch.bfloat16)
     assert found.main.tensors.pop("words.weight").abs().max() < 4e-3  # a sum of two rounded ones
     for name, network in found.networks().items():
         for key, tensor in network.tensors.items():
-            assert torch.equal(tensor, source.networks()[name].tensors[key].to(dtype)), key
+            assert torch.equal(tensor, source.networks()[name].tensors[key].to(torch.bfloat16)), key
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert config["dtype"] == "float32"  # transformers 5 would train in 16 bits
     assert transformers.AutoModel.from_pretrained(tmp_path / "hf").dtype == torch.float32
-    again = convert.convert(tmp_path / "hf", tmp_path / "again", "hf", precision=precision)
+    again = convert.convert(tmp_path / "hf", tmp_path / "again", "hf", precision="bf16")
     assert not any("beyond" in line for line in again.warnings)
-    same_networks(read_release(tmp_path / "hf"), read_release(tmp_path / "again"))
+    cases.same_networks(read_release(tmp_path / "hf"), read_release(tmp_path / "again"))
 
 
 def test_a_weight_that_fp16_cannot_hold_is_named(tmp_path):
-    release = make_release("v3", "mlm")
+    release = cases.make_release("v3", "mlm")
     release.main.tensors["words.weight"][3, 5] = -7e4
     with pytest.raises(UserError, match="main words.weight has weights that fp16 cannot hold, up to"
                                         " 7e.04; store it in bf16 or fp32"):
@@ -154,64 +122,44 @@ def test_more_buckets_than_distances_are_written_as_a_row_a_distance(
         tmp_path, longest, monkeypatch):
     """transformers divides by log((max - 1) / (buckets / 2)): at 64 to 128 of 256 buckets the
     export failed its check, or passed it and computed another model in longer rows."""
-    shape = BASE | {"max_position": 160, "max_relative": longest, "position_buckets": 256}
-    monkeypatch.setitem(FAMILIES, "v3", shape)
-    release = make_release("v3")
+    shape = cases.BASE | {"max_position": 160, "max_relative": longest, "position_buckets": 256}
+    monkeypatch.setitem(cases.FAMILIES, "v3", shape)
+    release = cases.make_release("v3")
     summary = convert.write_release(release, "test", tmp_path / "out", "hf")
     said = [note.split(":")[1].strip() for note in summary.notes if "a row a distance" in note]
     assert said == (["main", "generator"] if longest < 130 else [])
-    ours = build_backbone(release.main)
-    others = [load_backbone(tmp_path / "out").backbone,
-              transformers.AutoModel.from_pretrained(tmp_path / "out").eval()]
-    for length in (longest, 129, 300):
-        ids = torch.randint(4, 600, (1, length), generator=torch.Generator().manual_seed(length))
-        mask = torch.ones_like(ids)
-        with torch.no_grad():
-            expected = ours(ids, mask)
-            for other in others:
-                found = other(ids, mask)
-                found = getattr(found, "last_hidden_state", found)
-                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    cases.same_states(build_backbone(release.main), load_backbone(tmp_path / "out").backbone,
+                      transformers.AutoModel.from_pretrained(tmp_path / "out").eval(),
+                      lengths=(longest, 129, 300))
     convert.write_release(release, "test", tmp_path / "ms", "ms")  # which reads them rightly
-    same_networks(release, read_release(tmp_path / "ms"))
+    cases.same_networks(release, read_release(tmp_path / "ms"))
 
 
 @pytest.mark.parametrize("to", ["hf", "ms"])
 def test_a_model_of_the_form_of_bert_is_written(tmp_path, to, monkeypatch):
     """Only relative_attention and absolute_input said, as in docs/evidence/orderings.md; the terms
     and the norm that nothing uses keep their defaults, which official code would heed."""
-    shape = BASE | {"relative_attention": False, "absolute_input": True}
-    monkeypatch.setitem(FAMILIES, "v3", shape)
-    release = make_release("v3", "mlm")
+    shape = cases.BASE | {"relative_attention": False, "absolute_input": True}
+    monkeypatch.setitem(cases.FAMILIES, "v3", shape)
+    release = cases.make_release("v3", "mlm")
     convert.write_release(release, "test", tmp_path / "out", to)
-    ids = torch.randint(4, 600, (2, 50), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = build_backbone(release.main)(ids, torch.ones_like(ids))
-        found = load_backbone(tmp_path / "out").backbone(ids, torch.ones_like(ids))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    cases.same_states(build_backbone(release.main), load_backbone(tmp_path / "out").backbone)
     write_ours(release, tmp_path / "ours")
     average([tmp_path / "ours", tmp_path / "out"])  # one shape
-    assert started(run_config("v3", "mlm"), tmp_path / "out")[0]
-
-
-TEXTS = [*SENTENCES, "", "   ", "a\tb\n\nc", "caf\u00e9 cafe\u0301 \ufb01ne", "\u3000x\u00a0y",
-         "\U0001f600\U0001f468\u200d\U0001f469 \ud55c\uad6d\uc5b4", "x" * 500, "f(x)=3.14e-5; # !?",
-         " leading and trailing  ", "\r\n\u2028\u0085", "tab\x1cfile\x1fsep"]
+    assert cases.started(cases.run_config("v3", "mlm"), tmp_path / "out")[0]
 
 
 def test_auto_tokenizer_gives_our_ids(tmp_path):
-    write_hugging_face(make_release("v3"), tmp_path)
+    write_hugging_face(cases.make_release("v3"), tmp_path)
     for directory in (tmp_path, tmp_path / "generator"):
         assert (directory / "spm.model").read_bytes() == Path(tokenizer_path()).read_bytes()
     ours = tiny_tokenizer()
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in TEXTS:
-        wanted = [ours.cls_id, *ours.encode(text), ours.sep_id]
+    framed = {text: [ours.cls_id, *ours.encode(text), ours.sep_id] for text in ODD}
+    for text, wanted in framed.items():
         assert theirs(text)["input_ids"] == wanted, repr(text)
     first, second = SENTENCES[:2]
-    pair = theirs(first, second)["input_ids"]
-    assert pair == [ours.cls_id, *ours.encode(first), ours.sep_id, *ours.encode(second),
-                    ours.sep_id]
+    assert theirs(first, second)["input_ids"] == framed[first] + framed[second][1:]
     assert theirs.decode(ours.encode(first)) == first
     # The one wanted difference: names of special tokens count in transformers, never here.
     assert theirs("[MASK]")["input_ids"][1:-1] == [ours.mask_id] != ours.encode("[MASK]")
@@ -221,7 +169,7 @@ def test_auto_tokenizer_gives_our_ids(tmp_path):
 # ------------------------------------------------------------------------------------ loading, use
 
 def test_load_backbone_of_every_format_gives_the_same_model(tmp_path):
-    release = make_release("v3")
+    release = cases.make_release("v3")
     ids = torch.randint(4, 600, (2, 12))
     hidden = []
     for to, write in convert.WRITERS.items():
@@ -238,7 +186,7 @@ def test_load_backbone_of_every_format_gives_the_same_model(tmp_path):
 
 def test_fill_mask_runs_the_enhanced_decoder(tmp_path):
     """Oracle: the decoder's logits from transformers' layers, as the parity test rebuilds them."""
-    release = make_release("v3", "mlm")
+    release = cases.make_release("v3", "mlm")
     write_ours(release, tmp_path)
     model = load_masked_lm(tmp_path)
     tokenizer = tiny_tokenizer()
@@ -258,42 +206,30 @@ def test_fill_mask_runs_the_enhanced_decoder(tmp_path):
     values = torch.tensor([[f.probability for f in mask] for mask in found])
     torch.testing.assert_close(values, wanted.values, rtol=1e-4, atol=0)
 
-
-def test_fill_mask_without_head_or_mask_is_refused(tmp_path):
-    release = make_release("v3")
-    release.generator = None
-    write_ours(release, tmp_path / "headless")
+    for text, message in (("nothing to fill", "no \\[MASK\\]"), ("[MASK] " * 70, "positions")):
+        with pytest.raises(UserError, match=message):
+            fill_mask(model, text)
+    write_ours(dataclasses.replace(cases.make_release("v3"), generator=None), tmp_path / "headless")
     with pytest.raises(UserError, match="masked-LM head"):
         load_masked_lm(tmp_path / "headless")
-    write_ours(make_release("v3", "mlm"), tmp_path / "mlm")
-    model = load_masked_lm(tmp_path / "mlm")
-    with pytest.raises(UserError, match="no \\[MASK\\]"):
-        fill_mask(model, "nothing to fill")
-    with pytest.raises(UserError, match="positions"):
-        fill_mask(model, "[MASK] " * 70)
 
 
 # ------------------------------------------------------------------------------- continued training
 
-def test_run_continues_from_its_own_export(tmp_path):
-    run = run_config("v3")
-    state = random_state(build_model(run))
-    write_hugging_face(release_of_state(state, run), tmp_path)
-    tensors, notes = started(run, tmp_path)
+def test_run_continues_from_its_own_export_with_or_without_the_delta(tmp_path):
+    """The official code would start from delta = 0, that is, with the generator's words."""
+    run = cases.run_config("v3")
+    state = cases.random_state(build_model(run))
+    release = release_of_state(state, run)
+    write_hugging_face(release, tmp_path / "whole")
+    tensors, notes = cases.started(run, tmp_path / "whole")
     assert tensors.keys() == state.keys()
     assert all(torch.equal(tensors[name], state[name]) for name in state)
     assert "init: GDES delta taken from the file" in notes
-
-
-def test_missing_delta_is_derived_from_the_generator(tmp_path):
-    """The official code would start from delta = 0, that is, with the generator's words."""
-    run = run_config("v3")
-    state = random_state(build_model(run))
-    release = release_of_state(state, run)
     merged = release.main.tensors["words.weight"]
     del release.main.tensors["words.delta"]
-    write_hugging_face(release, tmp_path)
-    tensors, notes = started(run, tmp_path)
+    write_hugging_face(release, tmp_path / "without")
+    tensors, notes = cases.started(run, tmp_path / "without")
     delta = tensors["discriminator.words.weight"]
     torch.testing.assert_close(delta, state["discriminator.words.weight"], rtol=0, atol=1e-6)
     torch.testing.assert_close(tensors["words.weight"] + delta, merged, rtol=0, atol=1e-7)
@@ -301,47 +237,43 @@ def test_missing_delta_is_derived_from_the_generator(tmp_path):
 
 
 def test_two_stages_make_a_generator_where_none_was_released(tmp_path):
-    run = run_config("v3")
-    release = make_release("v3")
-    release.generator = None
+    run = cases.run_config("v3")
+    release = dataclasses.replace(cases.make_release("v3"), generator=None)
     del release.main.tensors["words.delta"]
     write_hugging_face(release, tmp_path / "public")
     with pytest.raises(UserError, match="has no generator.*docs/how-to/adapt-a-public-model.md"):
-        started(run, tmp_path / "public")
+        cases.started(run, tmp_path / "public")
 
     generator = objective_of(run).encoders(run)["generator"]
-    first = dataclasses.replace(run_config("v3", "mlm"), model=generator)
-    tensors, notes = started(first, tmp_path / "public", embeddings_only=True)
+    first = dataclasses.replace(cases.run_config("v3", "mlm"), model=generator)
+    tensors, notes = cases.started(first, tmp_path / "public", embeddings_only=True)
     assert tensors.keys() == {"words.weight"} and ", fixed;" in notes[0]
-    state = random_state(build_model(first)) | tensors  # as if the first stage had been trained
+    state = cases.random_state(build_model(first)) | tensors  # as if that stage had been trained
     write_ours(release_of_state(state, first), tmp_path / "generator")
 
-    tensors, _ = started(run, tmp_path / "public", generator=str(tmp_path / "generator"))
+    tensors, _ = cases.started(run, tmp_path / "public", generator=str(tmp_path / "generator"))
     assert torch.equal(tensors["words.weight"], release.main.tensors["words.weight"])
     assert not tensors["discriminator.words.weight"].any()  # here zero is the true difference
     assert tensors.keys() == dict(build_model(run).named_parameters()).keys()
 
 
-def test_heads_that_the_source_lacks_start_at_random_with_a_warning(tmp_path):
-    run = run_config("v3", "mlm")
-    release = make_release("v3", "mlm")
+def test_heads_that_the_source_lacks_start_at_random_and_another_shape_is_refused(tmp_path):
+    run = cases.run_config("v3", "mlm")
+    release = cases.make_release("v3", "mlm")
     for name in [name for name in release.main.tensors if name.startswith(("mlm_", "positions"))]:
         del release.main.tensors[name]
     write_hugging_face(release, tmp_path)
-    tensors, notes = started(run, tmp_path)
+    tensors, notes = cases.started(run, tmp_path)
     assert "generator.positions.weight" not in tensors
     assert sum("starts at random" in note for note in notes) == 2
-
-
-def test_source_of_another_shape_is_refused(tmp_path):
-    write_hugging_face(make_release("v2"), tmp_path)
+    write_hugging_face(cases.make_release("v2"), tmp_path / "other")
     with pytest.raises(UserError, match="conv_kernel = 0 \\(source: 3\\)"):
-        started(run_config("v3"), tmp_path)
+        cases.started(cases.run_config("v3"), tmp_path / "other")
 
 
 def test_a_position_term_without_a_place_in_the_format_is_refused():
-    values = dataclasses.asdict(run_config("v3", "mlm").model) | {"position_terms": ("c2p", "p2p")}
-    config = types.SimpleNamespace(**values)
+    values = dataclasses.asdict(cases.run_config("v3", "mlm").model)
+    config = types.SimpleNamespace(**values | {"position_terms": ("c2p", "p2p")})
     with pytest.raises(UserError, match="p2p: neither"):
         foreign.to_hugging_face(config, kind=foreign.V2, rest={})
     with pytest.raises(UserError, match="p2p: neither"):

@@ -12,9 +12,8 @@ from superglue_helpers import saved_model
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.publish import onnx_files
-from deberta_ds.publish.convert import convert
+from deberta_ds.publish.convert import convert, write_release
 from deberta_ds.publish.hf import write_hugging_face
-from deberta_ds.release.model_files import write_ours
 from deberta_ds.release.networks import Network
 from deberta_ds.release.reader import read_release
 
@@ -122,16 +121,13 @@ def test_token_and_answer_heads_of_transformers_are_exported(tmp_path, cls):
     ids, mask = batch(3, 70)
     with torch.no_grad():
         output = theirs(ids, attention_mask=mask)
-    wanted = [output.logits] if cls == "TokenClassification" else [output.start_logits,
-                                                                   output.end_logits]
     found = run(tmp_path / "out" / "onnx" / "model.onnx", ids, mask)
-    for ours, other in zip(found, wanted, strict=True):
+    for ours, other in zip(found, output.to_tuple(), strict=True):
         torch.testing.assert_close(ours[mask.bool()], other[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
 def test_export_writes_both_networks_in_both_precisions(tmp_path):
-    write_ours(make_release("v3"), tmp_path / "ours")
-    summary = convert(tmp_path / "ours", tmp_path / "hf", "hf", onnx="int8")
+    summary = write_release(make_release("v3"), "test", tmp_path / "hf", "hf", onnx="int8")
     for directory in (tmp_path / "hf" / "onnx", tmp_path / "hf" / "generator" / "onnx"):
         whole, small = (directory / name for name in ("model.onnx", "model_quantized.onnx"))
         assert small.stat().st_size < whole.stat().st_size
@@ -143,25 +139,18 @@ def test_export_writes_both_networks_in_both_precisions(tmp_path):
     assert read_release(tmp_path / "hf").generator  # still the same directory to everyone else
 
 
-def test_a_graph_of_another_model_is_refused(tmp_path, monkeypatch):
-    release = make_release("v3")
-    other = make_release("v3").main
+def test_a_graph_of_other_values_is_refused(tmp_path, monkeypatch):
+    """The mask of the tokens hid those of a row's last classes, of as many classes as tokens."""
+    real, other = onnx_files.expected, make_release("v3").main
     other.tensors["trunk.encoder.layers.1.ffn_in.bias"] += 0.5
-    real = onnx_files.expected
-    monkeypatch.setattr(onnx_files, "expected", lambda _, *inputs: real(other, *inputs))
-    with pytest.raises(UserError, match="other values than PyTorch"):
-        onnx_files.write_network(release.main, tmp_path, "fp32")
-
-
-def test_logits_of_as_many_classes_as_tokens_are_all_compared(tmp_path, monkeypatch):
-    """The mask of the tokens hid those of a row's last classes."""
-    network = with_classifier(make_release("v3"), 5).main
-    real = onnx_files.expected
-    monkeypatch.setattr(onnx_files, "expected", lambda *inputs: (
-        real(*inputs)[0] + torch.tensor([0.0] * 4 + [1e3]) * (inputs[2][:, -1:] == 0),))
-    monkeypatch.setattr(onnx_files, "sample_batches", lambda *_: [batch(2, 5)])
-    with pytest.raises(UserError, match="other values than PyTorch"):
-        onnx_files.write_network(network, tmp_path, "fp32")
+    for network, expected in (
+            (make_release("v3").main, lambda _, *inputs: real(other, *inputs)),
+            (with_classifier(make_release("v3"), 5).main, lambda *inputs: (
+                real(*inputs)[0] + torch.tensor([0.0] * 4 + [1e3]) * (inputs[2][:, -1:] == 0),))):
+        monkeypatch.setattr(onnx_files, "expected", expected)
+        with pytest.raises(UserError, match="other values than PyTorch"):
+            onnx_files.write_network(network, tmp_path, "fp32")
+        monkeypatch.setattr(onnx_files, "sample_batches", lambda *_: [batch(2, 5)])
 
 
 def test_large_weights_lie_beside_the_graph(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from data_helpers import SENTENCES, run_main, write_json_lines
-from tokenizer_cases import directory_of, sentencepiece_bpe, sentencepiece_v3
+from tokenizer_cases import directory_of, sentencepiece_v3
 from transformers import AutoTokenizer
 
 from deberta_ds.base.errors import UserError
@@ -16,7 +16,6 @@ from deberta_ds.tokenizer import Tokenizer
 NEW = ("myocarditis", "electrocardiogram", "кардиограмма", "Herzmuskelentzündung")
 TEXTS = [f"The {first} of the {second}, {first}." for first in NEW for second in NEW]
 SYMBOLS = ["<drug>", "tnf-α"]
-SPM = {"v3": sentencepiece_v3, "spm_bpe": sentencepiece_bpe}
 
 
 def exported(tokenizer, out):
@@ -26,10 +25,10 @@ def exported(tokenizer, out):
     return lambda texts: [auto(text, add_special_tokens=False).input_ids for text in texts]
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", *SPM, "roberta", "qwen",
+@pytest.mark.parametrize("kind", ["sentencepiece", "v3", "spm_bpe", "roberta", "qwen",
                                   "bert_vocab_txt", "unigram_bytes", "llama"])
 def test_an_extended_tokenizer_keeps_its_ids_and_is_exported(tmp_path, kind):
-    path = SPM[kind](tmp_path / "spm.model") if kind in SPM else directory_of(kind)
+    path = directory_of(kind)
     old = Tokenizer(path)
     new, said = extend_tokenizer(path, tmp_path / "new", SYMBOLS, 15, TEXTS)
     assert new.size == old.size + len(SYMBOLS) + 15 and new.special_ids == old.special_ids
@@ -58,6 +57,8 @@ def test_a_learned_subword_saves_the_most_tokens(tmp_path):
     best = {"".join(old.subwords(pair)) for pair in ordinary
             if ordinary[pair] == max(ordinary.values())}
     assert new.pieces([old.size])[0] in best
+    with pytest.raises(UserError, match="give only .* new subwords; ask for"):
+        extend_tokenizer(old.path, tmp_path / "a", [], 9999, TEXTS)
 
 
 def test_tokens_next_to_a_sentencepiece_model_are_taken_in(tmp_path):
@@ -87,12 +88,6 @@ def test_a_symbol_is_one_word(tmp_path, lines, said):
         read_symbols(tmp_path / "symbols.txt")
     (tmp_path / "symbols.txt").write_text("zork\nfrob\n", "utf-8-sig")
     assert read_symbols(tmp_path / "symbols.txt") == ["zork", "frob"]
-
-
-def test_what_cannot_be_added_is_refused(tmp_path):
-    path = directory_of("sentencepiece")
-    with pytest.raises(UserError, match="give only .* new subwords; ask for"):
-        extend_tokenizer(path, tmp_path / "a", [], 9999, TEXTS)
 
 
 SIZES = {"unigram": 380, "wordpiece": 350}

@@ -1,63 +1,43 @@
-"""SentencePiece models of others: raw text, any special ids, missing ones added, exported."""
+"""SentencePiece models, ours and of others: ids, special ids, word starts, what is refused."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
 import tokenizer_cases as cases
-import tokenizers
 import transformers
-from data_helpers import SENTENCES, random_documents, tokenize
+from data_helpers import tiny_tokenizer, tokenizer_path
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus import encode
-from deberta_ds.corpus.documents import ReadOptions
-from deberta_ds.evaluate.fill_mask import encode_with_masks
 from deberta_ds.release.model_files import (
     find_tokenizer_files,
     open_tokenizer,
     write_tokenizer_files,
 )
-from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer import SPACE_MARK, Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
-from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tokenizer.spm import model_proto
+from deberta_ds.tokenizer.words import subword_starts_word
 
-ADDED = {"albert": [], "v3": [], "t5": ["<s>", "<mask>"], "llama_spm": ["<pad>", "<mask>"]}
-RAW = (*SENTENCES, "", " ", "\r\n\u2028\x85 x \u2028", "ﬁ ½ Ａ x\u200by",
-       "  two  spaces\u00a0and a soft\u00adhyphen\r\n",
-       "tab\tthere 😀 नमस्ते", "   leading, <extra>the quick brown<tool> fox",
-       "def f(x):\n    return x", "\ufeff\u200bThe fox", "\x01\x02 The fox",
-       "tab\x1cfile\x1fsep", "x" * 500)
+ADDED = {"albert": [], "v3": [], "spm_bpe": [], "t5": ["<s>", "<mask>"],
+         "llama_spm": ["<pad>", "<mask>"]}
 
 
-@pytest.fixture(scope="module", params=list(cases.SENTENCEPIECE))
-def made(request, tmp_path_factory):
-    """(name, the model as its authors have it, the tokenizer with all roles)."""
-    place = tmp_path_factory.mktemp(request.param)
-    model = cases.SENTENCEPIECE[request.param](place / "their.model")
-    tokenizer, names = add_special_tokens(model, place / "whole")
-    assert names == ADDED[request.param]
-    return request.param, model, tokenizer
-
-
-def test_ids_are_those_of_the_library_on_the_text_as_it_stands(made):
-    _, model, tokenizer = made
+@pytest.mark.parametrize("name", ADDED)
+def test_ids_are_those_of_the_library_and_what_a_model_lacks_is_added(name, tmp_path):
+    whole, texts, missing = cases.directory_of(name), list(cases.ODD), ADDED[name]
+    model, tokenizer = whole.with_name("their.model"), Tokenizer(whole)
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    wanted = [library.encode(text) for text in RAW]
+    wanted = [library.encode(text) for text in texts]
     assert tokenizer.normalizes_itself
-    assert tokenizer.encode_batch(list(RAW)) == [tokenizer.encode(text) for text in RAW] == wanted
-    assert [tokenizer.encode_array(text).tolist() for text in RAW] == wanted
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts] == wanted
+    assert [tokenizer.encode_array(text).tolist() for text in texts] == wanted
     assert len(set(tokenizer.special_ids.values())) == 5
-    special = tokenizer.is_special()
-    special[tokenizer.unk_id] = False
-    assert not special[tokenizer.encode("a [MASK] b<mask>, <s>c</s> [CLS]")].any()
-
-
-def test_what_it_lacks_is_one_error_whose_remedy_works(made):
-    name, model, tokenizer = made
-    missing = ADDED[name]
+    assert add_special_tokens(model, tmp_path)[1] == missing
     if not missing:
         assert Tokenizer(model).sha256 == tokenizer.sha256
         return
@@ -66,58 +46,17 @@ def test_what_it_lacks_is_one_error_whose_remedy_works(made):
     assert tokenizer.subwords(range(tokenizer.size - len(missing), tokenizer.size)) == missing
 
 
-def test_shards_hold_the_ids_of_the_text_as_it_stands(made, tmp_path, monkeypatch):
-    _, _, tokenizer = made
-    read, texts = ReadOptions("line"), [text for text in RAW if "\n" not in text and text.strip()]
-    texts.append(" ".join(SENTENCES * 40))
-    (tmp_path / "lines.txt").write_text("\n".join(texts), encoding="utf-8")
-    monkeypatch.setattr(encode, "ENCODE_CHARACTERS", 4000)
-    manifest, = tokenize(tmp_path / "lines.txt", tmp_path / "out", unit_bytes=0, read=read,
-                         tokenizer=tokenizer).values()
-    stored = np.load(tmp_path / "out/tokens" / f"{manifest.shards[0].name}.npy")
-    assert stored.tolist() == [number for text in texts for number in tokenizer.encode(text)]
-
-
-def test_an_exported_directory_gives_auto_tokenizer_the_same_ids(made, tmp_path):
-    name, _, tokenizer = made
-    write_tokenizer_files(tokenizer.files, tmp_path, 128)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in RAW:
-        wanted = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
-        assert theirs(text)["input_ids"] == wanted, text
-    for masked in ("The {} fox.", "The quick {}, again {} again.", "{}: it"):  # in a pipeline
-        masked = masked.replace("{}", tokenizer.mask_token)
-        if name in ("albert", "v3"):
-            assert theirs(masked)["input_ids"] == encode_with_masks(tokenizer, masked)
-    assert len(theirs) == tokenizer.size
-    for role, number in tokenizer.special_ids.items():
-        assert getattr(theirs, f"{role}_token_id") == number
-    assert Tokenizer(tmp_path).sha256 == tokenizer.sha256
-
-
-def test_words_of_text_start_where_they_do_in_it(made):
-    _, _, tokenizer = made
-    starts, text = tokenizer.word_starts(), "The quick brown fox, jumps"
-    pieces = tokenizer.readable(tokenizer.encode(text))
-    words, ids = "", tokenizer.encode(text)
-    for piece, begins in zip(pieces, starts[ids], strict=True):
-        words += "|" * bool(begins) + piece.strip()
-    assert words.lower().replace("quickbrown", "quick|brown") == "|the|quick|brown|fox|,|jumps"
-
-
-def test_a_model_that_marks_the_ends_of_words_is_refused(tmp_path):
-    model = cases._sentencepiece(tmp_path / "m.model", vocab_size=300,
-                                 treat_whitespace_as_suffix=True)
-    with pytest.raises(UserError, match=r"m.model: marks the ends of words"):
-        Tokenizer(model)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"treat_whitespace_as_suffix": True}, "marks the ends of words"),
+    ({"model_type": "char"}, ".*characters or words; give a unigram"),
+    ({"model_type": "word"}, ".*characters or words; give a unigram")])
+def test_models_without_starts_of_words_are_refused_when_opened(tmp_path, options, message):
+    with pytest.raises(UserError, match=f"spm.model: {message}"):
+        Tokenizer(_trained(tmp_path, **options))
 
 
 def _trained(path, **options):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES * 4), model_prefix=str(path / "spm"), vocab_size=120,
-        hard_vocab_limit=False, minloglevel=2, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
-        pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]", **options)
-    return path / "spm.model"
+    return cases.sentencepiece_v3(path / "spm.model", **{"vocab_size": 120} | options)
 
 
 @pytest.mark.parametrize("kind", ["control_symbols", "user_defined_symbols"])
@@ -180,12 +119,6 @@ def test_special_tokens_named_beside_a_model_are_taken(tmp_path):
     assert (whole.cls_id, whole.pieces([whole.mask_id]), added) == (20, ["<mask>"], ["<mask>"])
 
 
-@pytest.mark.parametrize("kind", ["char", "word"])
-def test_models_of_characters_and_words_are_refused_when_opened(tmp_path, kind):
-    with pytest.raises(UserError, match=r"spm.model: .*characters or words; give a unigram"):
-        Tokenizer(_trained(tmp_path, model_type=kind))
-
-
 def test_a_disk_that_fails_is_what_the_error_says(tmp_path, monkeypatch):
     """It asked for the path of a SentencePiece model, which had been given."""
     path = cases.SENTENCEPIECE["v3"](tmp_path / "spm.model")
@@ -198,10 +131,41 @@ def test_a_disk_that_fails_is_what_the_error_says(tmp_path, monkeypatch):
         Tokenizer(path)
 
 
-def test_a_bpe_model_is_published_with_its_ids(tmp_path):
-    """`tokenizers` has no such model: the merges are read off the pieces and their scores."""
-    ours = Tokenizer(cases.sentencepiece_bpe(tmp_path / "spm.model"))
-    published = tokenizers.Tokenizer.from_str(build_tokenizer_json(ours))
-    assert published.token_to_id("[MASK]") == ours.mask_id
-    for text in (*RAW, *random_documents(50, seed=7)):
-        assert published.encode(text).ids[1:-1] == ours.encode(text), text
+def test_special_ids():
+    tokenizer = tiny_tokenizer()
+    names = tokenizer.subwords([0, 1, 2, 3, tokenizer.mask_id])
+    assert names == ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
+    assert tokenizer.size == tokenizer.mask_id + 1
+    assert np.flatnonzero(tokenizer.is_special()).tolist() == [0, 1, 2, 3, tokenizer.mask_id]
+
+
+def test_a_forked_process_encodes_batches_and_ends():
+    """The library's thread for batches is not in a child, which waited for its end forever."""
+    code = ("import os, sys\nfrom deberta_ds.tokenizer import Tokenizer\n"
+            f"tokenizer = Tokenizer({tokenizer_path()!r})\n"
+            "ids = tokenizer.encode_array('The quick fox').tolist()\nchild = os.fork()\n"
+            "assert tokenizer.encode_array('The quick fox').tolist() == ids\n"
+            "sys.exit(os.waitpid(child, 0)[1] if child else 0)")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("piece", "starts"),
+    [("\u2581the", True), ("\u2581", True), ("ing", False), ("7", False), (",", True),
+     ("...", True), ("'s", True), ("_x", False), ("$", True), ("中", True), ("の", True),
+     ("ไทย", True), ("한", False), ("\u0301", False), ("\u0e31", False), ("<0xE4>", True),
+     ("<0xB8>", False), ("<0xC3>", False), ("<0x41>", False), ("<0xF0>", True), ("ة", False)])
+def test_word_start_rule(piece, starts):
+    assert subword_starts_word(piece) is starts
+
+
+def test_what_is_no_model_or_a_damaged_one_is_one_clear_error(tmp_path):
+    with pytest.raises(UserError, match="cannot read"):
+        Tokenizer(tmp_path / "missing.model")
+    data = Path(tokenizer_path()).read_bytes()
+    place = data.index(SPACE_MARK.encode())  # the first piece with it
+    for bad, message in ((b"\x00junk" * 100, "not a SentencePiece model"),
+                         (data[:place] + b"\x99" + data[place + 1:], "damaged one .*no UTF-8")):
+        (tmp_path / "spm.model").write_bytes(bad)
+        with pytest.raises(UserError, match=f"spm.model: .*{message}"):
+            Tokenizer(tmp_path / "spm.model")

@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 import transformers
 from data_helpers import SENTENCES, check_batch, tokenize, tokenizer_path
-from tokenizer_cases import MAKERS, directory_of
+from tokenizer_cases import MAKERS, ODD, SENTENCEPIECE, directory_of, trained
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.corpus import encode
-from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.documents import ReadOptions
 from deberta_ds.corpus.pack import pack_corpus
-from deberta_ds.corpus.recipe import TokenizerRecipe
-from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.data.rows import RowDataset, collate
+from deberta_ds.evaluate.fill_mask import encode_with_masks
 from deberta_ds.release.model_files import find_tokenizer_files, write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer, text
 from deberta_ds.tokenizer.publish import add_special_tokens, special_token
@@ -25,19 +24,15 @@ from deberta_ds.tokenizer.text import normalize
 
 READ = ReadOptions("line")
 PIECES = {"byte_bpe": 620, "bpe": 620, "wordpiece": 380}
-RAW = (*SENTENCES, "  two  spaces\u00a0and a soft\u00adhyphen, cafe\u0301, \ufeffZ\u200bW ", "x▁y",
-       "tab\there 😀 नमस्ते")
+RAW = [text for text in ODD if "\n" not in text and text.strip()]  # that are lines of a file
 
 
 def test_unknown_tokens_are_said(tmp_path, capsys):
     """A corpus that was half [UNK] was said to be whole."""
-    for name, written in (("known", "ab cd\n" * 200), ("other", "ab нет\n" * 7)):
-        (tmp_path / f"{name}.txt").write_text(written)
-    known, other = (plan_units([str(tmp_path / f"{name}.txt")], READ)
-                    for name in ("known", "other"))
-    tokenizer = train_tokenizer(known, tmp_path / "tokenizer", TokenizerRecipe(
-        kind="wordpiece", vocab_size=12), read=READ)
-    done, = tokenize(other, tmp_path / "out", read=READ, tokenizer=tokenizer).values()
+    tokenizer = trained(tmp_path, ["ab cd"] * 200, kind="wordpiece", vocab_size=12)
+    (tmp_path / "other.txt").write_text("ab нет\n" * 7)
+    done, = tokenize(tmp_path / "other.txt", tmp_path / "out", read=READ,
+                     tokenizer=tokenizer).values()
     said = re.search(r"warning: ([\d.]+)% of the tokens are unknown", capsys.readouterr().err)
     assert float(said[1]) == pytest.approx(100 * 7 / done.tokens, abs=0.05)
     assert not any("unknown" in name for name in done.counts)  # another content hash than before
@@ -50,81 +45,83 @@ def lines(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=list(PIECES))
-def trained(request, lines):
-    return train(request.param, lines, lines.parent / request.param)
+@pytest.mark.parametrize("kind", PIECES)
+def test_trained_kinds_have_our_special_ids_and_our_text_rules(kind, tmp_path):
+    made, again = (trained(tmp_path, [*RAW, "   "] * 3, name, kind=kind, vocab_size=PIECES[kind],
+                           character_coverage=0.99) for name in ("one", "other"))
+    assert made.sha256 == again.sha256
+    assert made.special_ids == {"pad": 0, "cls": 1, "sep": 2, "unk": 3, "mask": PIECES[kind]}
+    assert made.size == made.mask_id + 1
+    theirs = transformers.AutoTokenizer.from_pretrained(made.path)
+    for raw in (*ODD, "x▁y"):
+        ids = made.encode(raw)
+        assert ids == made.encode(normalize(raw)) == theirs(raw)["input_ids"][1:-1]
+        if made.kind != "wordpiece":
+            assert made.decode(ids) == normalize(raw) and made.unk_id not in ids
 
 
-def train(kind, lines, out):
-    wanted = TokenizerRecipe(kind=kind, vocab_size=PIECES[kind], character_coverage=0.99)
-    return train_tokenizer(plan_units([str(lines)], READ), out, wanted, read=READ)
-
-
-def test_trained_kinds_have_our_special_ids_and_our_text_rules(trained, lines):
-    assert trained.special_ids == {"pad": 0, "cls": 1, "sep": 2, "unk": 3,
-                                   "mask": PIECES[trained.path.name]}
-    assert trained.size == trained.mask_id + 1
-    theirs = transformers.AutoTokenizer.from_pretrained(trained.path)
-    for raw in RAW:
-        ids = trained.encode(raw)
-        assert ids == trained.encode(normalize(raw)) == theirs(raw)["input_ids"][1:-1]
-        if trained.kind != "wordpiece":
-            assert trained.decode(ids) == normalize(raw)
-            assert trained.unk_id not in ids
-    again = train(trained.path.name, lines, lines.parent / "again")
-    assert again.sha256 == trained.sha256
-
-
-def test_too_little_text_and_a_wrong_name_are_one_error(lines, tmp_path):
-    units = plan_units([str(lines)], READ, 0)
+def test_too_little_text_and_a_wrong_name_are_one_error(tmp_path):
     for kind, pieces in (("byte_bpe", 30_000), ("wordpiece", 30_000), ("wordpiece", 40)):
         with pytest.raises(UserError, match=f"of {pieces:,} subwords from this sample") as refused:
-            train_tokenizer(units, tmp_path / "t", TokenizerRecipe(kind=kind, vocab_size=pieces),
-                            read=READ)
+            trained(tmp_path, RAW, "t", kind=kind, vocab_size=pieces)
         possible = int(re.search(r"--vocab_size (\d+)", str(refused.value))[1])  # the error says it
-        assert train_tokenizer(units, tmp_path / f"{kind}-{pieces}", TokenizerRecipe(
-            kind=kind, vocab_size=possible), read=READ).mask_id == possible
+        assert trained(tmp_path, RAW, f"{kind}-{pieces}", kind=kind,
+                       vocab_size=possible).mask_id == possible
     with pytest.raises(UserError, match="writes a directory"):
-        train_tokenizer(units, tmp_path / "spm.model", TokenizerRecipe(kind="bpe"), read=READ)
+        trained(tmp_path, RAW, "spm.model", kind="bpe")
 
 
-def test_missing_special_tokens_are_added_behind_the_others(tmp_path):
-    values = json.loads((directory_of("roberta") / "tokenizer.json").read_text())
-    values["added_tokens"] = [token for token in values["added_tokens"]
-                              if token["content"] != "<mask>"]
-    (tmp_path / "bare.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"bare.json: no token for mask .*--add_mask"):
-        Tokenizer(tmp_path / "bare.json")
-    tokenizer, names = add_special_tokens(tmp_path / "bare.json", tmp_path / "out")
-    whole = Tokenizer(directory_of("roberta"))
-    assert names == ["<mask>"] and tokenizer.special_ids == whole.special_ids
-    assert [tokenizer.encode(text) for text in RAW] == [whole.encode(text) for text in RAW]
+def _as_gpt2(values):
+    """Take all special tokens away, and put in their place the one that is at the end of a text."""
+    vocabulary = {piece: number - 4 for piece, number in values["model"]["vocab"].items()
+                  if number >= 4}
+    values["model"]["vocab"], values["post_processor"] = vocabulary, None
+    values["added_tokens"] = [special_token("<|endoftext|>", len(vocabulary), False)]
+
+
+def _without(*names):
+    """Return what takes tokens out of a tokenizer.json, and renames the pieces called so."""
+    def change(values):
+        values["added_tokens"] = [one for one in values["added_tokens"]
+                                  if one["content"] not in names]
+        pieces = values["model"]["vocab"]
+        for name in names:
+            if name in pieces:
+                pieces[f"unused {name}"] = pieces.pop(name)
+    return change
+
+
+BRACKETS = {role: f"[{role.upper()}]" for role in ("pad", "cls", "sep", "unk", "mask")}
+ANGLES = {"pad": "<pad>", "cls": "<s>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+
+
+@pytest.mark.parametrize(("source", "change", "settings", "lacks", "roles"), [
+    ("roberta", _without("<mask>"), {}, {"mask"}, ANGLES),
+    ("roberta", _as_gpt2, {}, {*BRACKETS}, BRACKETS),
+    ("roberta", _as_gpt2, dict.fromkeys(("bos", "eos", "unk", "pad"), "<|endoftext|>"),
+     {*BRACKETS} - {"pad"}, BRACKETS | {"pad": "<|endoftext|>"}),
+    # --add_mask said that one token is both pad and sep, and gave itself as the remedy.
+    *(("llama", _without("<pad>", "<mask>"), {"bos": "<s>", "eos": "</s>", "pad": pad},
+       {"pad", "mask"}, ANGLES) for pad in ("</s>", "<unk>"))])
+def test_missing_special_tokens_are_added_behind_the_others(tmp_path, source, change, settings,
+                                                            lacks, roles):
+    values = json.loads((directory_of(source) / "tokenizer.json").read_text())
+    change(values)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
+        {f"{role}_token": name for role, name in settings.items()}))
+    with pytest.raises(UserError, match=r"tokenizer.json: .*--add_mask"):
+        Tokenizer(tmp_path)
+    tokenizer, names = add_special_tokens(tmp_path, tmp_path / "out")
+    assert tokenizer.special_names == roles and sorted(names) == sorted(map(roles.get, lacks))
+    assert tokenizer.mask_id == tokenizer.size - 1
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.mask_token_id == tokenizer.mask_id and len(theirs) == tokenizer.size
-    gpt2 = json.loads((directory_of("roberta") / "tokenizer.json").read_text())
-    gpt2["added_tokens"], gpt2["post_processor"] = [], None
-    vocabulary = {piece: number - 4 for piece, number in gpt2["model"]["vocab"].items()
-                  if number >= 4}
-    gpt2["model"]["vocab"] = vocabulary
-    (tmp_path / "gpt2.json").write_text(json.dumps(gpt2))
-    tokenizer, names = add_special_tokens(tmp_path / "gpt2.json", tmp_path / "gpt2")
-    assert names == ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
-    assert tokenizer.mask_id == len(vocabulary) + 4
-    gpt2["added_tokens"] = [special_token("<|endoftext|>", len(vocabulary), False)]
-    shared = {f"{role}_token": "<|endoftext|>" for role in ("bos", "eos", "unk", "pad")}
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "tokenizer.json").write_text(json.dumps(gpt2))
-    (tmp_path / "shared" / "tokenizer_config.json").write_text(json.dumps(shared))
-    with pytest.raises(UserError, match="no token for mask"):
-        Tokenizer(tmp_path / "shared")
-    tokenizer, names = add_special_tokens(tmp_path / "shared", tmp_path / "parted")
-    assert names == ["[CLS]", "[SEP]", "[UNK]", "[MASK]"]
-    assert tokenizer.pad_id == len(vocabulary) and tokenizer.mask_id == len(vocabulary) + 4
-    tokenizer, names = add_special_tokens(tokenizer_path(), tmp_path / "spm")
-    assert not names and tokenizer.sha256 == Tokenizer(tokenizer_path()).sha256
+    wanted = theirs([*RAW], add_special_tokens=False)["input_ids"]
+    assert tokenizer.encode_batch(RAW) == wanted
 
 
-@pytest.fixture(scope="module", params=list(MAKERS))
+@pytest.fixture(scope="module", params=[*MAKERS, *SENTENCEPIECE])
 def corpus(request, lines):
     tokenizer = Tokenizer(directory_of(request.param))
     out = lines.parent / f"corpus-{request.param}"
@@ -135,10 +132,8 @@ def corpus(request, lines):
 
 def test_shards_hold_the_ids_of_the_text_as_it_stands(corpus):
     tokenizer, out, manifest = corpus
-    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer.path)
-    wanted = [theirs(raw, add_special_tokens=False)["input_ids"] for raw in [*RAW] * 3]
     tokens = np.load(out / "tokens" / f"{manifest.shards[0].name}.npy")
-    assert tokens.tolist() == [number for ids in wanted for number in ids]
+    assert tokens.tolist() == [number for raw in RAW * 3 for number in tokenizer.encode(raw)]
     assert manifest.counts["empty"] == 3 and manifest.counts["removed_characters"] == 0
     assert manifest.special_ids == tokenizer.special_ids
 
@@ -178,15 +173,21 @@ def test_an_exported_directory_has_the_same_tokenizer(corpus, tmp_path):
     again, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again.sha256 == tokenizer.sha256
     assert find_tokenizer_files(tmp_path).keys() >= {"tokenizer.json", "tokenizer_config.json"}
-    for raw in RAW:
-        wanted = [tokenizer.cls_id, *tokenizer.encode(raw), tokenizer.sep_id]
-        assert theirs(raw)["input_ids"] == wanted
-    pair = theirs(RAW[0], RAW[1])["input_ids"]
-    assert pair == [tokenizer.cls_id, *tokenizer.encode(RAW[0]), tokenizer.sep_id,
-                    *tokenizer.encode(RAW[1]), tokenizer.sep_id]
+    framed = {raw: [tokenizer.cls_id, *tokenizer.encode(raw), tokenizer.sep_id] for raw in ODD}
+    for raw, wanted in framed.items():
+        assert theirs(raw)["input_ids"] == wanted, raw
+    assert theirs(*SENTENCES[:2])["input_ids"] == framed[SENTENCES[0]] + framed[SENTENCES[1]][1:]
+    assert len(theirs) == tokenizer.size
+    for role, number in tokenizer.special_ids.items():
+        assert getattr(theirs, f"{role}_token_id") == number
+    for masked in ("The {} fox.", "The quick {}, again {} again.", "{}: it"):  # in a pipeline
+        masked = masked.replace("{}", tokenizer.mask_token)
+        if tokenizer.path.name in ("albert", "v3"):
+            assert theirs(masked)["input_ids"] == encode_with_masks(tokenizer, masked)
 
 
-@pytest.mark.parametrize("name", ["roberta", "roberta_prefix", "bert", "unigram", "llama"])
+@pytest.mark.parametrize("name", ["roberta", "roberta_prefix", "bert", "unigram", "llama",
+                                  *SENTENCEPIECE])
 def test_a_long_document_has_the_tokens_of_the_whole(name, monkeypatch):
     tokenizer = Tokenizer(directory_of(name))
     document = " ".join(SENTENCES * 40)

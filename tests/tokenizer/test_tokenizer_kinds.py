@@ -11,20 +11,15 @@ import numpy as np
 import pytest
 import transformers
 from data_helpers import SENTENCES
-from tokenizer_cases import MAKERS, directory_of
+from tokenizer_cases import MAKERS, ODD, SENTENCEPIECE, directory_of, trained
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.corpus.documents import ReadOptions, plan_units
-from deberta_ds.corpus.recipe import TokenizerRecipe
-from deberta_ds.corpus.train_tokenizer import train_tokenizer
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens, write_tokenizer_json
 from deberta_ds.tokenizer.words import byte_of
+from tools.fuzz import mutate
 
-TEXTS = (*SENTENCES, "", " ", "  a  b\nc\t\td\r\n", "日本 x\u200by é e\u0301\u00a0z", "\ufeffx\x00",
-         "don't (stop) it_is 12.5%", "\U0001f600😀 ไทย हिन्दी \U000e0001", "        indented = [1]",
-         "a [MASK] b<mask>, <s>c</s> [CLS]")
-WITHOUT_NAMES = list(TEXTS[:-1])
+TEXTS = [*ODD, "\ufeffx\x00", "x\u2581y", "        indented = [1]"]
 
 
 def _changed(tmp_path, name: str, change) -> Tokenizer:
@@ -41,10 +36,10 @@ def _changed(tmp_path, name: str, change) -> Tokenizer:
 def test_ids_are_those_of_auto_tokenizer(name):
     ours = Tokenizer(directory_of(name))
     theirs = transformers.AutoTokenizer.from_pretrained(directory_of(name))
-    wanted = theirs(WITHOUT_NAMES, add_special_tokens=False)["input_ids"]
-    assert ours.encode_batch(WITHOUT_NAMES) == wanted
-    assert [ours.encode(text) for text in WITHOUT_NAMES] == wanted
-    assert [ours.encode_array(text).tolist() for text in WITHOUT_NAMES] == wanted
+    wanted = theirs(TEXTS, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(TEXTS) == wanted
+    assert [ours.encode(text) for text in TEXTS] == wanted
+    assert [ours.encode_array(text).tolist() for text in TEXTS] == wanted
     for role, number in ours.special_ids.items():
         assert getattr(theirs, f"{role}_token_id") == number
     assert ours.size == len(theirs)
@@ -64,28 +59,29 @@ def test_ids_of_tokenizers_that_transformers_has_trained_and_saved(name, tmp_pat
         assert "no token for" in str(error)
         ours, _ = add_special_tokens(tmp_path / "saved", tmp_path / "whole")
         assert len(set(ours.special_ids.values())) == 5
-    wanted = theirs(WITHOUT_NAMES, add_special_tokens=False)["input_ids"]
-    assert ours.encode_batch(WITHOUT_NAMES) == wanted
+    wanted = theirs(TEXTS, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(TEXTS) == wanted
 
 
-@pytest.mark.parametrize("name", [*MAKERS, "sentencepiece"])
+@pytest.mark.parametrize("name", [*MAKERS, *SENTENCEPIECE, "sentencepiece"])
 def test_names_of_special_tokens_in_text_are_text(name):
     tokenizer = Tokenizer(directory_of(name))
     special = tokenizer.is_special()
     special[tokenizer.unk_id] = False
-    assert not special[tokenizer.encode(TEXTS[-1])].any()
+    assert not special[tokenizer.encode("a [MASK] b<mask>, <s>c</s> [CLS]")].any()
     part = tokenizer.is_part()
     broken = ["\\x" in text or byte_of(text) is not None
               for text in tokenizer.readable(range(tokenizer.size))]
     assert part.tolist() == broken and not part[tokenizer.encode("the old house")].any()
 
 
-@pytest.mark.parametrize("name", [*MAKERS, "sentencepiece"])
+@pytest.mark.parametrize("name", [*MAKERS, *SENTENCEPIECE, "sentencepiece"])
 def test_offsets_decoding_and_another_process(name):
     tokenizer = pickle.loads(pickle.dumps(Tokenizer(directory_of(name))))
-    for text in SENTENCES:
+    for text in (*SENTENCES, "  The\tquick\nfox \U0001f600x  ", "naïve 𝒳y"):
         ids, offsets = tokenizer.encode_with_offsets(text)
         assert ids == tokenizer.encode(text) and len(ids) == len(offsets)
+        assert all(0 <= start <= end <= len(text) for start, end in offsets)
         covered = {place for start, end in offsets for place in range(start, end)}
         assert all(place in covered for place, c in enumerate(text) if not c.isspace())
         assert all(not text[start].isspace() or end == start + 1 for start, end in offsets
@@ -100,10 +96,7 @@ def test_offsets_decoding_and_another_process(name):
 def test_spans_reach_over_marks_that_compose(kind, tmp_path):
     """An answer ended inside of a character, and so no answer of decomposed text was right."""
     lines = [*SENTENCES, "새로운 사랑 é", "사람 사랑 서울"] * 20  # first bytes join with the space
-    (tmp_path / "a.txt").write_text("\n".join(lines), encoding="utf-8")
-    read = ReadOptions(documents="line")
-    made = train_tokenizer(plan_units([str(tmp_path / "a.txt")], read), tmp_path / "out",
-                           TokenizerRecipe(kind=kind, vocab_size=400), read=read)
+    made = trained(tmp_path, lines, kind=kind, vocab_size=400)
     words = ["Kraków", "서울", "Việt", "사랑", "사람", "fox"]
     text = unicodedata.normalize("NFD", " ".join(words))
     ids, offsets = made.encode_with_offsets(text)
@@ -143,8 +136,8 @@ def test_all_bytes_need_no_unknown_token_in_the_model(tmp_path):
     """A model may name one that is an added token, or is not there: it is never asked for."""
     ours = _changed(tmp_path, "qwen", lambda v: v["model"].update(unk_token="<|late|>"))
     theirs = transformers.AutoTokenizer.from_pretrained(ours.path)
-    wanted = theirs(WITHOUT_NAMES, add_special_tokens=False)["input_ids"]
-    assert ours.encode_batch(WITHOUT_NAMES) == wanted
+    wanted = theirs(TEXTS, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(TEXTS) == wanted
 
 
 def test_vocabulary_files_by_their_own_names():
@@ -232,54 +225,30 @@ def test_vocabulary_files_of_classes_with_rules_of_their_own_are_refused(tmp_pat
     assert Tokenizer(tmp_path / "t").pieces([7]) == Tokenizer(directory_of(name)).pieces([7])
 
 
-def test_vocabularies_that_mark_the_ends_of_words_or_give_an_id_twice_are_refused(tmp_path):
+@pytest.mark.parametrize(("file", "change", "message"), [
+    ("vocab.json", lambda text: json.dumps(json.loads(text) | {
+        f"word{n}</w>": 600 + n for n in range(100)}), r"marks the ends of words \('</w>'\)"),
+    ("vocab.json", lambda text: json.dumps(json.loads(text) | {"x": 7}), "vocabulary is damaged"),
+    # Other ids in silence: every rest of the list is a list of merges.
+    ("merges.txt", lambda text: "\n".join(text.split("\n")[:len(text.split("\n")) * 3 // 4]),
+     r"makes \d+ of the 600 .* by no merge"),
+    ("merges.txt", lambda text: text + "q~ ~q\n", "'q~ ~q' is no merge of subwords of vocab.json")])
+def test_damaged_vocabulary_files_are_refused(tmp_path, file, change, message):
     shutil.copytree(directory_of("deberta_v1"), tmp_path / "t")
-    vocabulary = json.loads((tmp_path / "t/vocab.json").read_text())
-    path = tmp_path / "t/vocab.json"
-    path.write_text(json.dumps(vocabulary | {f"word{n}</w>": len(vocabulary) + n
-                                             for n in range(100)}))
-    with pytest.raises(UserError, match=r"vocab.json: marks the ends of words \('</w>'\)"):
+    path = tmp_path / "t" / file
+    path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(UserError, match=f"{file}: .*{message}"):
         Tokenizer(tmp_path / "t")
-    path.write_text(json.dumps(vocabulary | {"again": 7}))
-    with pytest.raises(UserError, match=r"vocab.json: gives an id to two subwords"):
-        Tokenizer(tmp_path / "t")
-
-
-def test_merges_that_are_cut_short_at_the_end_of_a_line_are_refused(tmp_path):
-    """They gave other ids in silence: every rest of the list is a list of merges."""
-    shutil.copytree(directory_of("deberta_v1"), tmp_path / "t")
-    path = tmp_path / "t/merges.txt"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text("".join(lines[: len(lines) * 3 // 4]), encoding="utf-8")
-    with pytest.raises(UserError, match=r"merges.txt: makes \d+ of the 600 .* by no merge"):
-        Tokenizer(tmp_path / "t")
-
-
-_VALUES = (None, True, -1, 0, 1 << 40, 1.5, "", "x", "[MASK]", [], {}, [1], {"a": 1}, "\ud800")
-
-
-def _places(value, place=()):
-    """Yield the place of everything in a JSON value; of long collections, of the first three."""
-    yield place
-    keys = list(value) if isinstance(value, dict) else range(len(value)) \
-        if isinstance(value, list) else ()
-    for key in keys if len(keys) < 40 else keys[:3]:
-        yield from _places(value[key], (*place, key))
 
 
 @pytest.mark.parametrize("name", ["roberta", "bert", "unigram", "llama"])
 def test_a_changed_tokenizer_json_works_or_is_one_error(name, tmp_path):
     generator = random.Random(name)
-    whole = (directory_of(name) / "tokenizer.json").read_text()
-    places = [place for place in _places(json.loads(whole)) if place]
     shutil.copytree(directory_of(name), tmp_path / "t")
-    for place in generator.sample(places, 60):
-        values = json.loads(whole)
-        inner = values
-        for key in place[:-1]:
-            inner = inner[key]
-        inner[place[-1]] = generator.choice(_VALUES)
-        (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(values))
+    path = tmp_path / "t/tokenizer.json"
+    whole = json.loads(path.read_text())
+    for _ in range(60):
+        path.write_text(json.dumps(mutate.tree(generator, whole)[0]))
         try:
             tokenizer = Tokenizer(tmp_path / "t")
             tokenizer.word_starts()
@@ -311,29 +280,6 @@ def test_names_of_special_tokens_that_are_whole_words_of_a_text_are_text(tmp_pat
     for text in ("a <mask> </s> <s> <pad> b", "<mask> a", "</s> b", "<s>", "<pad>"):
         assert not {0, 1, 2, 4} & set(tokenizer.encode(text))
     assert tokenizer.encode(" b")[-1] == 6
-
-
-@pytest.mark.parametrize(("pad", "added"), [("</s>", ["<pad>", "<mask>"]),
-                                            ("<unk>", ["<pad>", "<mask>"])])
-def test_a_pad_token_that_is_another_role_s_gives_way(tmp_path, pad, added):
-    """--add_mask said that one token is both pad and sep, and gave itself as the remedy."""
-    directory = tmp_path / "theirs"
-    shutil.copytree(directory_of("llama"), directory)
-    values = json.loads((directory / "tokenizer.json").read_text())
-    ids = values["model"]["vocab"]
-    for name in added:
-        values["added_tokens"] = [one for one in values["added_tokens"] if one["content"] != name]
-        if name in ids:
-            ids[f"unused {name}"] = ids.pop(name)
-    (directory / "tokenizer.json").write_text(json.dumps(values))
-    (directory / "tokenizer_config.json").write_text(json.dumps({
-        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": pad}))
-    with pytest.raises(UserError, match="--add_mask"):
-        Tokenizer(directory)
-    tokenizer, names = add_special_tokens(directory, tmp_path / "whole")
-    assert sorted(names) == sorted(added)
-    roles = {role: tokenizer.pieces([number])[0] for role, number in tokenizer.special_ids.items()}
-    assert roles == {"pad": "<pad>", "cls": "<s>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 
 
 @pytest.mark.parametrize("name", ["roberta", "roberta_prefix"])
