@@ -1,7 +1,6 @@
 """Shared by the SuperGLUE tests: the sample data, the real data where it is, a tiny tokenizer."""
 
 import atexit
-import dataclasses
 import functools
 import json
 import os
@@ -77,11 +76,11 @@ def _texts(lines: str) -> list[str]:
 
 
 @functools.cache
-def tiny_start() -> Start:
+def tiny_start(shape: str = "v3") -> Start:
     tokenizer = Tokenizer(tokenizer_path())
-    config = ModelConfig(
-        vocab_size=tokenizer.size, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64,
-        position_buckets=16, max_position=64)
+    config = ModelConfig(**{
+        "vocab_size": tokenizer.size, "hidden_size": 32, "num_layers": 2, "num_heads": 2,
+        "intermediate_size": 64, "position_buckets": 16, "max_position": 64} | SHAPES[shape])
     return Start("random:tiny", config, tokenizer, None)
 
 
@@ -109,15 +108,18 @@ def read_lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def jsonl(rows) -> str:
+    """Return rows as JSON lines; text stands for a line that is none."""
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
 def write_lines(path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl(rows))
 
 
 def saved_model(directory, name, shape="v3"):
     """Return (examples, features, scores) of a random model that was saved in `directory`."""
-    start = tiny_start()
-    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
-    task = task_named(name)
+    start, task = tiny_start(shape), task_named(name)
     model = save_random(directory, task, start, 0.2)
     examples = sample(name).examples[:6]
     # Rows beyond the 64 distances of the relative table, too; not beyond 64 absolute positions.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import read_json
+from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.find import BEST
@@ -32,8 +32,13 @@ from deberta_ds.finetuning.predict_file import predict_file, scores_file
 from deberta_ds.publish.convert import Summary, convert
 from deberta_ds.release import shape
 from deberta_ds.report import run_pages
-from deberta_ds.report.model_card import Publisher, check_publisher, write_card
-from deberta_ds.report.rundata import read_sweep
+from deberta_ds.report.model_card import (
+    Publisher,
+    check_publisher,
+    write_card,
+    write_finetuned_card,
+)
+from deberta_ds.report.rundata import RESULTS_FILE, Sweep, read_checked
 from deberta_ds.tasks.task import Task
 from deberta_ds.tracking.log import METRICS_FILE, read_metrics
 from deberta_ds.training import loop, meters
@@ -155,17 +160,21 @@ def finetune(tasks: str | Path | Sequence[str | Task], model: str | Path, out: s
         runs, summary = sweep.merged(plan, results)
         options.say("\n" + sweep.table(summary, compare))
         whole = {"model": known.model, "data": known.data} | summary | {"runs": runs}
-        print(run_pages.write_results(known.out, whole, [compare_with] if compare_with else []))
+        table, page = known.out / RESULTS_FILE, known.out / run_pages.PAGE
+        write_atomic(table, json.dumps(whole, indent=1) + "\n")
+        run_pages.write_sweep(page, [known.out, *([compare_with] if compare_with else [])])
+        for one in runs:
+            write_finetuned_card(known.out, one["task"], one["seed"])
+        print(f"\nwrote {table} and {page}")
     return FinetuningResult(summary, results, known.out)
 
 
 def read_results(out: Path) -> dict:
     """Return another sweep's results.json."""
-    path = out / "results.json"
+    path = out / RESULTS_FILE
     if not path.is_file():
         raise UserError(f"--compare {out}: no results.json there; finish that sweep first")
-    read_sweep(path)  # checks it
-    return read_json(path)
+    return read_checked(path, Sweep)[1]
 
 
 @dataclass(frozen=True)

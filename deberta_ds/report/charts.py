@@ -84,12 +84,14 @@ def groups(runs: list[Run]) -> list[tuple[str, str, int, list[Chart]]]:
     """
     declared = list({metric.key: metric for run in runs for metric in run.metrics}.values())
     several = len(runs) > 1
+    drawn = [(metric.is_loss, _several(metric, runs) if several else _one_run(metric, runs[0]))
+             for metric in declared]
     rows = "Every logged training step, and the evaluations on fixed held-out sequences."
     found = [
         ("Learning curves", "One color per run." if several else rows, 2,
-         _charts([metric for metric in declared if metric.is_loss], runs)),
+         [chart for is_loss, chart in drawn if is_loss]),
         ("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
-         _charts([metric for metric in declared if not metric.is_loss], runs)),
+         [chart for is_loss, chart in drawn if not is_loss]),
         ("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
          [chart for metric, headline in RUN_CHARTS
           for chart in _run_chart(metric, headline, runs)]),
@@ -104,11 +106,6 @@ def color_of(metric: Metric, run: Run) -> str:
     """
     networks = list(dict.fromkeys(declared.network for declared in run.objective.METRICS))
     return "second" if metric.network in networks[:-1] else "main"
-
-
-def _charts(metrics: list[Metric], runs: list[Run]) -> list[Chart]:
-    return [_one_run(metric, runs[0]) if len(runs) == 1 else _several(metric, runs)
-            for metric in metrics]
 
 
 def _one_run(metric: Metric, run: Run) -> Chart:

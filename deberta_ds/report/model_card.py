@@ -113,9 +113,21 @@ def write_card(source: str | Path, out: Path, summary: Summary, repository: str 
 
     repository: the name under which others will load it.
     """
-    path = out / CARD
-    write_atomic(path, model_card(local_copy(source), out, summary, repository or str(out),
-                                  publisher))
+    source, name, path = local_copy(source), repository or str(out), out / CARD
+    generator, side_file = out / GENERATOR_DIRECTORY, out / SIDE_FILE
+    values = read_json(out / "config.json")
+    architecture = values["architectures"][0]
+    write_atomic(path, template("model_card.md").render(
+        name=Path(name).parent.as_posix() if source == out else Path(name).name,
+        directory=name, publisher=publisher, architecture=architecture, values=values,
+        head=architecture.removeprefix("DebertaV2").removeprefix("Deberta"),
+        pipelines=_PIPELINES, onnx=(out / "onnx").is_dir(), version=__version__,
+        is_discriminator=any("replaced-token head" in note for note in summary.notes),
+        parameters=count_parameters(out / SAFETENSORS),
+        generator=count_parameters(generator / SAFETENSORS) if generator.is_dir() else 0,
+        side_file=f"{side_file.stat().st_size / 1e6:,.1f} MB" if side_file.is_file() else "",
+        checks=summary.checks, heads_of=lambda kind: objective_named(kind).HEADS,
+        **vars(_of_source(source, publisher))))
     return path
 
 
@@ -128,24 +140,6 @@ def check_publisher(source: str | Path, publisher: Publisher) -> None:
         raise UserError(f"--dataset gives {counted(len(publisher.dataset), 'name')}, but the run "
                         f"has {len(paths)} (data.sources: {', '.join(paths)}); give one for each, "
                         "in this order")
-
-
-def model_card(source: Path, out: Path, summary: Summary, name: str, publisher: Publisher) -> str:
-    """Return the card as Markdown with a block of metadata."""
-    values, generator = read_json(out / "config.json"), out / GENERATOR_DIRECTORY
-    architecture = values["architectures"][0]
-    side_file = out / SIDE_FILE
-    return template("model_card.md").render(
-        name=Path(name).parent.as_posix() if source == out else Path(name).name,
-        directory=name, publisher=publisher, architecture=architecture, values=values,
-        head=architecture.removeprefix("DebertaV2").removeprefix("Deberta"),
-        pipelines=_PIPELINES, onnx=(out / "onnx").is_dir(), version=__version__,
-        is_discriminator=any("replaced-token head" in note for note in summary.notes),
-        parameters=count_parameters(out / SAFETENSORS),
-        generator=count_parameters(generator / SAFETENSORS) if generator.is_dir() else 0,
-        side_file=f"{side_file.stat().st_size / 1e6:,.1f} MB" if side_file.is_file() else "",
-        checks=summary.checks, heads_of=lambda kind: objective_named(kind).HEADS,
-        **vars(_of_source(source, publisher)))
 
 
 def count_parameters(weights: Path) -> int:

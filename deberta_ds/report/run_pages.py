@@ -1,8 +1,7 @@
 """The HTML reports of pretraining runs and of fine-tuning sweeps, each one document."""
 
 import copy
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -15,15 +14,15 @@ from deberta_ds.model.backbone import init_parameters
 from deberta_ds.release.reader import LoadedModel
 from deberta_ds.report import charts, tables
 from deberta_ds.report.charts import Chart, Series
-from deberta_ds.report.model_card import write_finetuned_card
 from deberta_ds.report.pages import render
 from deberta_ds.report.rundata import (
     RESULTS_FILE,
     Run,
     SeedRun,
+    Sweep,
     TaskScores,
+    read_checked,
     read_run,
-    read_sweep,
 )
 from deberta_ds.report.tables import Cell, Table
 
@@ -51,24 +50,13 @@ def write_runs(path: str | Path, directories: list[str | Path], masked_texts: Se
 
 def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
     """Write the page of the first fine-tuning sweep, with the others' scores next to it."""
-    first, *others = [read_sweep(Path(directory) / RESULTS_FILE) for directory in directories]
+    first, *others = [read_checked(Path(directory) / RESULTS_FILE, Sweep)[0]
+                      for directory in directories]
     compared = [(other.model or f"sweep {number + 1}", f"run{number}", other)
                 for number, other in enumerate(others, start=1)]
     write_atomic(path, render("sweep.html", sweep=first, compared=compared,
                               curves={name: _curves(name, task, first.runs_of(name))
                                       for name, task in first.tasks.items()}))
-
-
-def write_results(out: Path, results: Mapping, compared: Sequence[Path] = ()) -> str:
-    """Write the results of fine-tuning to `out`: results.json, its page and the models' cards.
-
-    Returns a line that says so. `compared` are the directories of sweeps to compare with.
-    """
-    write_atomic(out / RESULTS_FILE, json.dumps(results, indent=1) + "\n")
-    write_sweep(out / PAGE, [out, *compared])
-    for run in results["runs"]:
-        write_finetuned_card(out, run["task"], run["seed"])
-    return f"\nwrote {out / RESULTS_FILE} and {out / PAGE}"
 
 
 def runs_page(runs: list[Run], filled: list[Table | None], price: float | None = None,

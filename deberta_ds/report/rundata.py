@@ -92,15 +92,6 @@ class Sweep:
         return sorted((run for run in self.runs if run.task == task), key=lambda run: run.seed)
 
 
-def read_sweep(path: Path) -> Sweep:
-    """Return the sweep in a results.json; UserError names what breaks a rule."""
-    return read_checked(path, Sweep)[0]
-
-
-CONFIG_FILE = "config.json"
-SUMMARY_FILE = "summary.json"
-SUPERGLUE_FILE = "superglue/results.json"
-
 Points = list[tuple[float, float]]
 
 
@@ -245,7 +236,7 @@ def read_run(directory: str | Path) -> Run:
     """Return the Run in `directory`; UserError names the file and place that breaks a rule."""
     directory = Path(directory)
     records = read_metrics(directory / METRICS_FILE)
-    place = directory / CONFIG_FILE
+    place = directory / "config.json"
     saved, values = read_checked(place, _Saved)
     kind = saved.run.objective.kind
     if is_own(kind) and saved.content_hashes.get(kind, now := digest("", kind)) != now:
@@ -255,13 +246,14 @@ def read_run(directory: str | Path) -> Run:
     by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in KINDS}
     if not by_kind["train"] and not by_kind["eval"]:
         raise UserError(f"{directory / METRICS_FILE}: no train or eval record yet; train first")
-    summary, sweep = directory / SUMMARY_FILE, directory / SUPERGLUE_FILE
+    summary, sweep = directory / "summary.json", directory / "superglue" / RESULTS_FILE
     return Run(
         name=saved.run.name, objective=objective_named(kind), train=by_kind["train"],
         evals=by_kind["eval"], events=by_kind["event"], saved=saved, config=values["run"],
         rest={k: v for k, v in values.items() if k not in ("run", "origins", "versions")},
         stages=read_checked(summary, list[Stage])[0] if summary.exists() else [],
-        is_running=lock.is_held(directory), sweep=read_sweep(sweep) if sweep.exists() else None)
+        is_running=lock.is_held(directory),
+        sweep=read_checked(sweep, Sweep)[0] if sweep.exists() else None)
 
 
 def _note_ranks(records: list[dict[str, Any]], place: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from superglue_helpers import save_random, write_lines
 from transformers import AutoModel, AutoTokenizer
 
 import deberta_ds
+from deberta_ds.__main__ import commands
 from deberta_ds.api import jobs, model
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.task_file import load_own_task
@@ -41,7 +43,7 @@ def names(tmp_path_factory, process_group):
     (root / "mood.jsonl").write_text("".join(
         json.dumps({"text": f"A {label} day {n}.", "label": label}) + "\n"
         for n in range(8) for label in ("good", "bad")))
-    jobs.export(result.checkpoint, root / "hf")
+    jobs.export(result.checkpoint, root / "hf", language="de", dataset="me/web")
     tuned = jobs.finetune(root / "mood.toml", root / "hf", root / "tuned",
                           settings={"epochs": 1, "max_length": 32})
     again = make_run(root / "second", two_layers=True, warmup_steps="1")
@@ -54,6 +56,11 @@ class LastLines(doctest.OutputChecker):
 
     def check_output(self, want, got, _flags):
         return got.endswith(want)
+
+
+def test_one_text_stands_for_a_list_of_one(names):
+    card = (Path(names["MODEL"]) / "README.md").read_text()
+    assert 'language: ["de"]' in card and 'datasets: ["me/web"]' in card
 
 
 @pytest.mark.parametrize("module", [model, jobs], ids=["model", "jobs"])
@@ -77,16 +84,21 @@ def test_sentence_vectors_are_those_of_transformers(names):
     np.testing.assert_allclose(ours.encode(TEXTS, batch_size=1, pooling="cls"), states[:, 0],
                                atol=2e-5)
     np.testing.assert_array_equal(ours.encode(TEXTS[0]), ours.encode(TEXTS[:1])[0])
+    long = "word " * ours.module.config.max_position
+    with pytest.raises(UserError, match="truncate=True"):
+        ours.encode([long])
+    assert ours.encode([long], truncate=True).shape == (1, ours.module.config.hidden_size)
+    assert {scores.shape for scores in ours.score([]).values()} == {(0, 2)}
 
 
 def test_steps_are_recorded_by_the_profiler(names, tmp_path):
-    deberta_ds.train(names["RUN"], {"train.steps": 8, "train.profile_steps": 2,
-                                    "out_dir": str(tmp_path / "out")})
+    deberta_ds.train(names["RUN"], {"train.steps": 8, "train.profile_steps": 2, "out_dir": str(
+        tmp_path / "out"), "train.global_batch_size": 4})
     [file] = (tmp_path / "out/traces").glob("*-rank-0.json.gz")
     found = [event["name"] for event in json.loads(gzip.open(file).read())["traceEvents"]
              if event.get("cat") == "user_annotation"]
     assert {name: found.count(name) for name in ("forward", "backward", "update")} == {
-        "forward": 8, "backward": 8, "update": 2}  # four micro-batches a step
+        "forward": 4, "backward": 4, "update": 2}  # two micro-batches a step
 
 
 def test_the_example_of_a_callback_stops_a_run_at_a_checkpoint(names, tmp_path, monkeypatch):
@@ -100,14 +112,6 @@ def test_the_example_of_a_callback_stops_a_run_at_a_checkpoint(names, tmp_path, 
     assert not result.finished and steps[0] == 1 and steps[-1] < 9
     # Where the request came before an evaluation, the next start makes it.
     assert int(result.checkpoint.name.removeprefix("step-")) - steps[-1] in (0, 1)
-
-
-def test_a_long_text_is_cut_only_if_asked(names):
-    ours = deberta_ds.load(names["MODEL"])
-    long = "word " * ours.module.config.max_position
-    with pytest.raises(UserError, match="truncate=True"):
-        ours.encode([long])
-    assert ours.encode([long], truncate=True).shape == (1, ours.module.config.hidden_size)
 
 
 def test_labeled_rows_are_scored_and_a_frame_is_rows(names):
@@ -154,27 +158,19 @@ def test_mistakes_are_one_error(names):
         deberta_ds.finetune(names["TASK"], names["MODEL"], names["OUT"], settings={"CB.epochs": 2})
     with pytest.raises(UserError, match=r"batch_size = 0: must be at least 1"):
         deberta_ds.predict(names["FINETUNED"], [{"text": "x"}], batch_size=0)
+    ours = deberta_ds.load(names["MODEL"])
     with pytest.raises(UserError, match="pooling"):
-        deberta_ds.load(names["MODEL"]).encode("x", pooling="max")
+        ours.encode("x", pooling="max")
+    for top in (-1, 0, 1 << 30):
+        with pytest.raises(UserError, match=f"top = {top}: must be from 1 to"):
+            ours.fill_mask("A [MASK] day.", top=top)
     with pytest.raises(UserError, match=r"train\.step.*did you mean"):
         deberta_ds.train(names["RUN"], {"train.step": 2})
     with pytest.raises(AttributeError, match="pretrain"):
         deberta_ds.pretrain  # noqa: B018
 
 
-def test_edges_of_what_is_given(names, tmp_path):
-    ours = deberta_ds.load(names["MODEL"])
-    for top in (-1, 0, 1 << 30):  # the last was cut to the tokenizer's ids in silence
-        with pytest.raises(UserError, match=f"top = {top}: must be from 1 to"):
-            ours.fill_mask("A [MASK] day.", top=top)
-    assert {scores.shape for scores in ours.score([]).values()} == {(0, 2)}
-    jobs.export(names["MODEL"], tmp_path / "out", language="de", dataset="me/web")
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert 'language: ["de"]' in card and 'datasets: ["me/web"]' in card
-
-
 def test_evaluate_takes_the_tokenizer_of_the_checkpoint(names):
-    """It asked for the run's own path, and with another one's ids ended in a traceback."""
     root = Path(names["MODEL"]).parent / "first"
     command = ("launch/evaluate.py", "--run", root / "out", "--rows", 2)
     with pytest.raises(UserError, match="leave --tokenizer out"):
@@ -203,6 +199,10 @@ def test_the_stored_outputs_of_a_notebook_are_what_it_prints(monkeypatch, capsys
             assert capsys.readouterr().out == "".join(cell["outputs"][0]["text"])
 
 
+def command(start, name, *arguments) -> None:
+    start(name, *arguments) if name == "pack" else run_main(commands()[name], *arguments)
+
+
 def test_notebooks(process_group, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -215,5 +215,7 @@ def test_notebooks(process_group, tmp_path, monkeypatch, capsys):
                 code = "".join(cell["source"]).replace("STEPS = 300", "STEPS = 4").replace(
                     "STEPS = 50", "STEPS = 4")
                 exec(compile(code, name, "exec"), names)
+                if "def command" in code:  # all but the last in this process
+                    names["command"] = partial(command, names["command"])
     printed = capsys.readouterr().out
     assert "question_or_order" in printed and Path("runs/notebook/hf/model.safetensors").is_file()

@@ -8,8 +8,8 @@ import runpy
 import data_helpers
 import pytest
 from launching import ROOT
-from superglue_helpers import predict, save_random, tiny_start, write_lines
-from test_finetune_own import BY_HEART, train, write_task
+from superglue_helpers import jsonl, predict, save_random, tiny_start, write_lines
+from test_finetune_own import BY_HEART, opened, train, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning.features import encode, token_range
@@ -50,12 +50,11 @@ FORMS = {
 CONVERT = runpy.run_path(str(ROOT / "examples/convert_annotations.py"))
 
 
-def load(directory, rows: list, label: str = "label", **more):
-    path = write_task(directory, "tags", rows, texts=["text"], label=label, **more)
-    converted = list(CONVERT["rows_of"](str(path.parent / "train.jsonl"), {}))
-    write_task(directory, "tags", converted, texts=["text"], label=label, **more)
-    task, said = load_own_task(path)
-    return task, read_split(task, ".", "train").examples, said
+def load(directory, rows, label: str = "label", name: str = "export.jsonl", **more):
+    """Return (split, what is said of its labels) of an annotation tool's export."""
+    (directory / name).write_text(rows if isinstance(rows, str) else jsonl(rows))
+    found = list(CONVERT["rows_of"](str(directory / name), {}))
+    return opened(directory, "tags", found, texts=["text"], label=label, **more)
 
 
 # Where these have found no entity, they write no field.
@@ -67,12 +66,12 @@ def test_entities_of_annotation_tools(tmp_path, name):
     row, label = FORMS[name]
     none = {"text": "None here."} | EMPTY.get(name, {label: []})
     none = [none.pop("text"), none] if isinstance(row, list) else none
-    task, (example, empty), said = load(tmp_path, [row, none], label)
+    split, said = load(tmp_path, [row, none], label)
+    task, (example, empty) = split.task, split.examples
     if isinstance(row, list):  # the same over many lines, and as one line
         for indent in (None, 1):
-            (tmp_path / "train.json").write_text(json.dumps([row, none], indent=indent))
-            rows = list(CONVERT["rows_of"](str(tmp_path / "train.json"), {}))
-            assert load(tmp_path, rows, label)[1] == (example, empty)
+            text = json.dumps([row, none], indent=indent)
+            assert load(tmp_path, text, label, "export.json")[0].examples == split.examples
     tags = dict(zip(((span.start, span.end) for span in example.spans), example.label, strict=True))
     named = {place: task.labels[tag] for (place, _), tag in tags.items() if tag}
     assert named == {2: "B-PER", 18: "B-LOC", **dict.fromkeys(range(3, 8), "I-PER"),
@@ -93,26 +92,39 @@ def test_entities_that_are_none_are_named_with_their_row(tmp_path, entities, sai
     rows = [{"text": "abc def gh", "label": [[0, 3, "A"]]}, {"text": "abc def gh",
                                                              "label": entities}]
     with pytest.raises(UserError, match=f'train.jsonl:2: .*"label".*{said}'):
-        load(tmp_path, rows, **({"labels": ["A", "B"]} if said.startswith("must") else {}))
+        load(tmp_path, rows, name="train.jsonl",
+             **({"labels": ["A", "B"]} if said.startswith("must") else {}))
 
 
-@pytest.mark.parametrize(("texts", "said"), [
-    (["txt"], "no column 'txt'; there are text, number, label"),  # it was "'txt'" alone
-    (["number"], 'field "number" must be a string, found 5')])  # it was "no len()"
-def test_a_column_that_holds_no_text_is_named(tmp_path, texts, said):
-    row = {"text": "abc", "number": 5, "label": [[0, 3, "A"]]}
-    with pytest.raises(UserError, match=f"train.jsonl:1: {said}"):
-        load_own_task(write_task(tmp_path, "tags", [row], texts=texts))
+LONG = "😀😀😀 Annabelle met Bartholomew near Rome, Carla with Linz, Dora and Fürther."
+NAMES = ("Annabelle", "Bartholomew", "Rome", "Carla", "Linz", "Dora", "Fürther")
+UNITS = {"bytes of UTF-8": lambda at: len(LONG[:at].encode()),
+         "units of UTF-16": lambda at: len(LONG[:at].encode("utf-16-le")) // 2,
+         "from 1": lambda at: at + 1}
 
 
-def test_ends_that_may_count_the_last_letter_in_are_pointed_out(tmp_path):
-    text = "Anna met Bob, Carla and Dieter in Rome."
-    ends = [[text.index(name), text.index(name) + len(name), "X"] for name in
-            ("Anna", "Bob", "Carla", "Dieter", "Rome")]
-    assert "add 1" not in load(tmp_path, [{"text": text, "label": ends}])[2]
-    inclusive = [[start, end - 1, name] for start, end, name in ends]
-    said = load(tmp_path, [{"text": text, "label": inclusive}])[2]
-    assert "5 of 5 entities end one letter before their word does" in said
+def entities(place=lambda at: at, text: str = LONG, names=NAMES) -> list:
+    return [[place(text.index(name)), place(text.index(name)) + len(name), "X"] for name in names]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_offsets_in_another_unit_are_an_error_that_names_it(tmp_path, unit):
+    rows = [{"text": LONG + " They sing there.", "label": entities(UNITS[unit])}] * 2
+    with pytest.raises(UserError, match=f"not begin where a word does.*if they count {unit};"):
+        load(tmp_path, rows)
+
+
+def test_places_that_may_be_wrong_are_pointed_out(tmp_path):
+    """Inside words, as Korean's before particles; or where an end counts its last letter in."""
+    said = load(tmp_path, [{"text": LONG, "label": entities()}])[1]
+    assert "inside a word" not in said and "add 1" not in said
+    korean = "서울에서 부산까지 대구에서 인천까지 광주에서"
+    names = "서울 부산 대구 인천 광주".split()
+    said = load(tmp_path, [{"text": korean, "label": entities(text=korean, names=names)}])[1]
+    assert "5 of 5 entities begin or end inside a word" in said
+    ends = [[start, end - 1, name] for start, end, name in entities()]
+    said = load(tmp_path, [{"text": LONG, "label": ends}])[1]
+    assert "7 of 7 entities end one letter before their word does" in said
 
 
 def test_rejected_and_unlabeled_texts_are_left_out_by_name(tmp_path):
@@ -120,13 +132,17 @@ def test_rejected_and_unlabeled_texts_are_left_out_by_name(tmp_path):
     rows = [good, good | {"answer": "reject"}, {"text": "x"}]
     with pytest.raises(UserError, match=r'2 of 3 rows(?s:.*)ignore_labels = \[""\]'):
         load(tmp_path, rows, "spans")
-    assert len(load(tmp_path, rows, "spans", ignore_labels=[""])[1]) == 1
+    assert len(load(tmp_path, rows, "spans", ignore_labels=[""])[0].examples) == 1
     chosen = {"type": "choices", "from_name": "mood", "value": {"choices": ["good"]}}
     row = {"data": {"text": "abc"}, "annotations": [{"result": [chosen]}]}
     assert CONVERT["flat"](row) == {"id": None, "text": "abc", "label": [], "mood": ["good"]}
-    row = {"text": "abc", "label": "sport", "_task_hash": 1}  # a rejected class was one
+    row = {"text": "abc", "label": "sport", "_task_hash": 1}
     assert CONVERT["flat"](row | {"answer": "reject"})["label"] is None
     assert CONVERT["flat"](row) == row
+    answers = [row | {"answer": answer} for answer in ("reject", "accept")]  # of yes/no questions
+    write_lines(tmp_path / "textcat.jsonl", answers)
+    assert [row["answer"] for row in CONVERT["rows_of"](str(tmp_path / "textcat.jsonl"), {})] == [
+        "reject", "accept"]
 
 
 @pytest.mark.parametrize(("text", "words"), [

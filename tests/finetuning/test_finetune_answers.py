@@ -78,13 +78,6 @@ def examples_of(squad: Path, task) -> tuple[Example, ...]:
     return read_split(task, squad, "val", any_size=True).examples
 
 
-def test_an_article_alone_is_exact_and_has_f1_0_by_v1_1(squad):
-    for task, f1 in ((V1, 8 / 9), (V2, 1.0)):
-        examples = examples_of(squad, task)
-        perfect = metrics.score(task, examples, [(*example.gold, "")[0] for example in examples])
-        assert list(perfect.values()) == [pytest.approx(f1), 1.0]
-
-
 def test_the_official_files_the_hubs_and_own_tables_give_the_same_examples(squad, tmp_path):
     datasets = pytest.importorskip("datasets")
     wanted = examples_of(squad, V2)
@@ -293,8 +286,6 @@ def test_transformers_answers_as_we_do(squad, tmp_path):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"answers": [{"text": "Anna", "answer_start": 3}]}, "not at character 3 .* it is at 45"),
-    ({"answers": [{"text": "Hanna", "answer_start": 3}]}, "'Hanna' is nowhere in field"),
-    ({"answers": {"text": ["Anna"]}}, "answers must be a text, a list of"),
     ({"answers": [{"text": " ", "answer_start": 3}]}, "an answer must be a text, found ' '"),
     ({"answers": []}, "the question has no answer, but SQuAD-v1.1 has one everywhere"),
     ({"question": ""}, 'field "question" is empty'), ({"id": None}, None)])

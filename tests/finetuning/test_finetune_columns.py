@@ -1,17 +1,14 @@
 """Files with a word per line: the conventions of the corpora that people have."""
 
-
 import runpy
 
 import pytest
 from data_helpers import run_main
 from launching import ROOT
-from test_finetune_own import write_task
+from test_finetune_own import opened
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.tables import read_table
-from deberta_ds.tasks.task_file import load_own_task
 
 MULTICONER = """# id 5239d808-f300-46ea-aa3b-5093040213a3\tdomain=en
 anna _ _ B-PER
@@ -67,13 +64,14 @@ KLUE = """## klue-ner-v1_000000-nsmc\t<경찰:OG> 이 왔다
 다\tO
 
 """
-rows_of = runpy.run_path(str(ROOT / "examples/convert_annotations.py"))["rows_of"]
+WIKIANN = "en:Rome\tB-LOC\nen:.\tO\n"
+NO_CONLL2012 = "#begin document x\nAnna B-PER\nist O\n#end document\n"
+FIELDS = "1\tBob\tSpaceAfter=No\n2\tR\tSpaceAfter=No|name=B-PER\n3\t.\tname=O\n"
+_ROWS_OF = runpy.run_path(str(ROOT / "examples/convert_annotations.py"))["rows_of"]
 
 
-def word_per_line(directory, file: str, **more):
-    """Return a task file of tags whose tables are a converted file."""
-    return write_task(directory, "tags", list(rows_of(str(directory / file), {})),
-                      texts=["tokens"], label="tags", **more)
+def converted(path, key: str = "", **columns) -> list[dict]:
+    return list(_ROWS_OF(str(path), columns, key=key))
 
 
 CASES = {
@@ -113,32 +111,52 @@ CASES = {
     "tabs at the end": ("a.conll", "a\tO\t\nb\tB-X\t\n", {}, [(["a", "b"], ["O", "B-X"])]),
     "a blank word": ("ko.txt", "나 O\n  O\n너 B-PS\n", {}, [(["나", " ", "너"],
                                                            ["O", "O", "B-PS"])]),
+    "GUM": ("gum.tsv", "\nBos\tperson\n'\tO\n\nants\tanimal\nsleep\tO\n", {}, [
+        (["Bos", "'"], ["person", "O"]), (["ants", "sleep"], ["animal", "O"])]),
+    "WikiANN": ("train", "en:Rome\tB-LOC\nen::\tO\nen:a:b\tO\n\nen:He\tO\n", {}, [
+        (["Rome", ":", "a:b"], ["B-LOC", "O", "O"]), (["He"], ["O"])]),
+    "WikiANN as .tsv": ("train.tsv", WIKIANN, {}, [(["Rome", "."], ["B-LOC", "O"])]),
+    "WikiANN as .txt": ("train.txt", WIKIANN, {}, [(["Rome", "."], ["B-LOC", "O"])]),
+    "no CoNLL-2012": ("a.conll", NO_CONLL2012, {"word": 1, "tag": -1}, [
+        (["Anna", "ist"], ["B-PER", "O"])]),
+    "a field of a column": ("a.conllu", FIELDS, {"word": 2, "tag": 3, "key": "name"}, [
+        (["Bob", "R", "."], ["O", "B-PER", "O"])]),
+    "a field of the last column": ("a.conllu", FIELDS, {"key": "name"}, [
+        (["Bob", "R", "."], ["O", "B-PER", "O"])]),
+    "all fields": ("a.conllu", FIELDS, {"word": 2, "tag": 3, "key": "all"}, [
+        (["Bob", "R", "."], ["SpaceAfter=No", "SpaceAfter=No|name=B-PER", "name=O"])]),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_words_and_tags_of_a_corpus_in_its_own_form(tmp_path, name):
-    file, text, columns, wanted = CASES[name]
+    file, text, options, wanted = CASES[name]
     (tmp_path / file).write_text(text)
-    found = [(row["tokens"], row.get("tags")) for row in rows_of(str(tmp_path / file), columns)]
+    found = [(row["tokens"], row.get("tags")) for row in converted(tmp_path / file, **options)]
     if wanted is None:
         assert [tokens for tokens, _ in found] == [["Vamos", "nos", "a", "el", "mar"], ["Hola"]]
     else:
         assert found == wanted
 
 
-@pytest.mark.parametrize(("file", "text", "said"), [
-    ("train.conll", GERMEVAL, r"column 1 counts the words .* --word 2 --tag 3"),
-    ("train.conll", CONLLU, r"column 1 counts the words .* --word 2 --tag 4"),
-    ("train.txt", CONLL2012.partition("\n")[2], "column 1 is the same in all lines of a sentence"),
-    ("train.conll", "B-X\ta\nO\tb\n", r"column 1 has the tags; say --word 2 --tag 1"),
-    ("a.conll", "#FORMAT=WebAnno TSV 3.3\n\n1-1\t0-1\tx\t_\n", "WebAnno's TSV is not read"),
-    ("train.conll", "a B-X\nb\n\nc O\n", "train.conll:2: 'b' has 1 columns, most lines of"),
-    ("train.conll", "a\tO\n\tO\n\nc\tO\n", "train.conll:2: .* has no word in column 1")])
-def test_a_file_of_other_columns_is_refused(tmp_path, file, text, said):
+@pytest.mark.parametrize(("file", "text", "options", "said"), [
+    ("train.conll", GERMEVAL, {}, r"column 1 counts the words .* --word 2 --tag 3"),
+    ("train.conll", CONLLU, {}, r"column 1 counts the words .* --word 2 --tag 4"),
+    ("train.txt", CONLL2012.partition("\n")[2], {}, "column 1 is the same in all lines of a sent"),
+    ("train.conll", "B-X\ta\nO\tb\n", {}, r"column 1 has the tags; say --word 2 --tag 1"),
+    ("a.conll", "#FORMAT=WebAnno TSV 3.3\n\n1-1\t0-1\tx\t_\n", {}, "WebAnno's TSV is not read"),
+    ("train.conll", "a B-X\nb\n\nc O\n", {}, "train.conll:2: 'b' has 1 columns, most lines of"),
+    ("train.conll", "a\tO\n\tO\n\nc\tO\n", {}, "train.conll:2: .* has no word in column 1"),
+    ("pl.conllu", "#DOCSTART\n\n1\tUnia\tB-LOC\n2\tjest\tO\n", {},
+     "has 3 columns, and CoNLL-U 10.*--word 2 --tag 3"),
+    ("train", WIKIANN * 15 + "Oslo\tB-LOC\n", {}, "train:31: the lines before are WikiANN's"),
+    ("a.conll", NO_CONLL2012, {}, "no word in column 4; name .*: --word 1 --tag -1"),
+    ("a.conllu", FIELDS, {"word": 2, "tag": 3}, "--key SpaceAfter or name, or --key all"),
+    ("a.conllu", FIELDS, {"key": "nam"}, "no tag has a field nam=")])
+def test_a_file_of_other_columns_is_refused(tmp_path, file, text, options, said):
     (tmp_path / file).write_text(text)
     with pytest.raises(UserError, match=said):
-        list(rows_of(str(tmp_path / file), {}))
+        converted(tmp_path / file, **options)
 
 
 @pytest.mark.parametrize(("file", "text"), [
@@ -164,28 +182,27 @@ def test_files_to_convert_name_the_command_that_does(tmp_path, file, text):
     ("train.txt", "中 B\n国 E\n人 S\n是 S\n北 B\n京 I\n", ("span_f1",), {"B", "E", "S", "I"})])
 def test_tags_without_prefix_are_scored_by_accuracy(tmp_path, file, text, metrics, labels):
     (tmp_path / file).write_text(text)
-    task, _ = load_own_task(word_per_line(tmp_path, file))
-    assert task.metrics == metrics and set(task.labels) == labels
-    assert read_split(task, ".", "val").examples[0].label
+    split, _ = opened(tmp_path, "tags", converted(tmp_path / file), "val", texts=["tokens"],
+                      label="tags")
+    assert split.task.metrics == metrics and set(split.task.labels) == labels
+    assert split.examples[0].label
 
 
 @pytest.mark.parametrize("tag", ["_", "tag", "B-X,B-Y", "X-B I-Y X-I", "B_X I_X", "b-x"])
 def test_tags_of_which_span_f1_would_count_something_else_are_refused(tmp_path, tag):
-    """An outside tag "_" among B-PER was counted as entities, PER-B by accuracy."""
-    (tmp_path / "a.conll").write_text("".join(f"w{n} {part}\n" for n, part in enumerate(
-        [*tag.split(), "O", *["B-X"] * (tag[1:2] != "_")])))
-    path = word_per_line(tmp_path, "a.conll")
+    tags = [*tag.split(), "O", *["B-X"] * (tag[1:2] != "_")]
+    rows = [{"words": ["w"], "label": [part]} for part in tags]
     with pytest.raises(UserError, match="the tag '.*' is not of IOB, IOBES, BILOU or BMES .*which "
                        "span_f1 counts.*rename it, or take metrics = "):
-        load_own_task(path)
-    path.write_text('metrics = ["tag_accuracy"]\n' + path.read_text())
-    assert load_own_task(path)[0].metrics == ("tag_accuracy",)
+        opened(tmp_path, "tags", rows)
+    split, _ = opened(tmp_path, "tags", rows, metrics=["tag_accuracy"])
+    assert split.task.metrics == ("tag_accuracy",)
 
 
 def test_sentences_without_tags_are_left_out_by_name(tmp_path):
     (tmp_path / "a.conll").write_text("a O\nb B-X\n\nc _\nd _\n")
-    path = word_per_line(tmp_path, "a.conll", ignore_labels=[""])
-    split = read_split(load_own_task(path)[0], ".", "train")
+    split, _ = opened(tmp_path, "tags", converted(tmp_path / "a.conll"), texts=["tokens"],
+                      label="tags", ignore_labels=[""])
     assert [example.sequences for example in split.examples] == [(("a b",),)]
     assert split.left_out == "1 of 2 rows are left out by ignore_labels"
 
@@ -195,9 +212,21 @@ def test_sentences_without_tags_are_left_out_by_name(tmp_path):
     (["ฉัน", "ชอบ", "Python"], "ฉันชอบ Python"), (["He", "is", "."], "He is ."),
     (list("他用iPhone打字了吗在北京"), "他用iPhone打字了吗在北京"), (["서울", "은"], "서울 은")])
 def test_words_are_joined_as_their_script_is_written(tmp_path, words, text):
-    """Characters were joined by spaces: 36,281 tokens instead of 19,931."""
     rows = [{"words": words, "label": ["B-X"] + ["O"] * (len(words) - 1)}] * 2
-    task, _ = load_own_task(write_task(tmp_path, "tags", rows))
-    example = read_split(task, ".", "train").examples[0]
+    example = opened(tmp_path, "tags", rows)[0].examples[0]
     assert example.sequences == ((text,),)
     assert [text[span.start : span.end] for span in example.spans] == words
+
+
+def test_numbers_of_the_hub_become_the_names_of_tags(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    names = ["O", "B-PER", "B-LOC"]
+    features = datasets.Features({
+        "tokens": datasets.List(datasets.Value("string")),
+        "ner_tags": datasets.List(datasets.ClassLabel(names=names))})
+    table = datasets.Dataset.from_dict({"tokens": [["Rome", ":", "a:b"], ["He"]],
+                                        "ner_tags": [[2, 0, 0], [0]]}, features=features)
+    table.to_parquet(str(tmp_path / "train.parquet"))
+    split, _ = opened(tmp_path, "tags", (tmp_path / "train.parquet").read_bytes(),
+                      table="train.parquet", texts=["tokens"], label="ner_tags", labels=names)
+    assert [e.label for e in split.examples] == [(2, 0, 0), (0,)]

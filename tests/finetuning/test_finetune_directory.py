@@ -36,7 +36,6 @@ from deberta_ds.tasks.task import task_named
 
 
 def test_a_start_whose_run_kept_position_terms_has_the_shape_of_a_finetuned_one(tmp_path):
-    """Such keys of [model] are in no fine-tuned directory: it was refused as of another shape."""
     saved_model(tmp_path, "CB")
     start = tiny_start()
     config = dataclasses.replace(start.config, keep_position_terms=True, cross_entropy="chunked",
@@ -46,16 +45,6 @@ def test_a_start_whose_run_kept_position_terms_has_the_shape_of_a_finetuned_one(
     other = dataclasses.replace(start, config=dataclasses.replace(config, norm_eps=1e-5))
     with pytest.raises(UserError, match="of another shape"):
         start_from(other, load_finetuned(tmp_path), "cb")
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_model_goes_on_from_what_was_fine_tuned_from_it(tmp_path, shape):
-    """Also where the directory says the same model in other words, as transformers has it."""
-    saved_model(tmp_path, "CB", shape)
-    start = tiny_start()
-    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
-    going_on = start_from(start, load_finetuned(tmp_path), "cb")
-    build_model(task_named("RTE"), going_on, Settings(), 1)  # its weights fit its configuration
 
 
 def encoded_by_transformers(directory, pairs):
@@ -70,9 +59,7 @@ def encoded_by_transformers(directory, pairs):
 @pytest.mark.parametrize("name", ["CB", "MultiRC"])
 def test_a_head_on_cls_alone_gives_the_scores_and_gradients_of_whole_rows(shape, name, monkeypatch):
     """The last layer computes [CLS] alone for it: nothing that is learned may change by that."""
-    start = tiny_start()
-    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
-    task = task_named(name)
+    start, task = tiny_start(shape), task_named(name)
     model = build_model(task, start, Settings(), 1).eval()
     init_parameters(model, 0.2, 3)
     length = 64 if start.config.absolute_input else 200  # beyond the short rows of attention
@@ -108,7 +95,6 @@ def test_transformers_classifies_as_we_do_from_the_texts_alone(tmp_path, shape):
 
 @pytest.mark.parametrize("name", ["MultiRC", "ReCoRD"])
 def test_a_line_with_several_examples_is_not_one_without_a_label(process_group, tmp_path, name):
-    """There were "-4 more without a label"; and preds-0.1 and preds-0.2 shared a file of scores."""
     saved_model(tmp_path, name)
     out = tmp_path / "preds-0.1"
     predict_file(load_finetuned(tmp_path), SAMPLE / name / "val.jsonl", out, torch.device("cpu"),
@@ -128,7 +114,6 @@ def test_a_kept_column_may_have_a_nan(process_group, tmp_path):
 @pytest.mark.parametrize(("name", "how", "message"), [
     ("WSC", "second", "it has one text"), ("COPA", "windows_mean", "compares whole texts")])
 def test_a_truncation_that_a_task_has_not_is_refused_by_predict_too(tmp_path, name, how, message):
-    """It was "list index out of range"."""
     saved_model(tmp_path, name)
     with pytest.raises(UserError, match=message):
         run_main("launch/predict.py", "--model", tmp_path, "--data", SAMPLE / name / "val.jsonl",
@@ -175,7 +160,6 @@ def test_heads_without_a_class_leave_an_encoder_for_automodel(tmp_path, name):
     batch = collate(features)
     with torch.no_grad():
         model = finetuned_model(saved, torch.device("cpu"))
-        torch.testing.assert_close(model(batch).scores, scores, rtol=0, atol=0)
         hidden = theirs.eval()(batch.input_ids_RL, batch.segments_RL).last_hidden_state
         torch.testing.assert_close(model.head(hidden, batch), scores, rtol=1e-5, atol=1e-5)
 
@@ -186,6 +170,8 @@ def test_a_directory_read_back_gives_the_same_scores(tmp_path, name, shape):
     _, features, scores = saved_model(tmp_path, name, shape)
     saved = load_finetuned(tmp_path)
     assert saved.task == task_named(name) and saved.settings == Settings()
+    going_on = start_from(tiny_start(shape), saved, name)
+    build_model(task_named("RTE"), going_on, Settings(), 1)  # its weights fit its configuration
     with torch.no_grad():
         found = finetuned_model(saved, torch.device("cpu"))(collate(features)).scores
     # What is written has a row less for distances that are never met: other sums in fp32.
@@ -209,6 +195,10 @@ def test_damage_is_named(tmp_path):
     refused("head = 'x'", task=facts["task"] | {"head": "x"})
     refused("epochs = 0", settings=facts["settings"] | {"epochs": 0})
     refused("unknown key", settings=facts["settings"] | {"epoch": 1})
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    refused("damaged or cut short")
+    (tmp_path / "model.safetensors").write_bytes(weights)
     (tmp_path / "spm.model").unlink()
     (tmp_path / "tokenizer.json").unlink()
     refused("no tokenizer next to")

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,6 @@ from deberta_ds.finetuning.models import (
     load_finetuned,
     open_start,
 )
-from deberta_ds.finetuning.options import build_sweep
 from deberta_ds.tasks.settings import Settings, load
 from deberta_ds.tasks.task import TASK_NAMES, TASKS, task_named
 
@@ -102,8 +100,21 @@ def plan(tmp_path, tasks=("CB",), given=QUICK, **changes) -> sweep.Sweep:
     return dataclasses.replace(found, **changes)
 
 
-def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
-    first = sweep.run_all(plan(tmp_path))
+@pytest.fixture(scope="module")
+def swept(process_group, tmp_path_factory) -> tuple[Path, list[dict]]:
+    """Return (the output, the results) of two seeds of CB."""
+    out = tmp_path_factory.mktemp("swept")
+    return out, sweep.run_all(plan(out))
+
+
+@pytest.fixture
+def first(swept, tmp_path) -> list[dict]:
+    """Return the results of a sweep, of which tmp_path is a copy."""
+    shutil.copytree(swept[0], tmp_path, dirs_exist_ok=True)
+    return swept[1]
+
+
+def test_a_killed_sweep_continues_where_it_was(first, tmp_path):
     kept = (tmp_path / "CB" / "seed-1" / "result.json").stat().st_mtime_ns
     (tmp_path / "CB" / "seed-2" / "result.json").unlink()  # as if killed before the end
     again = sweep.run_all(plan(tmp_path))
@@ -111,50 +122,42 @@ def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
     assert [old | {"seconds": 0} for old in first] == [new | {"seconds": 0} for new in again]
     with pytest.raises(UserError, match="this run had settings = .* choose another --out"):
         sweep.run_all(plan(tmp_path, given=("--all.learning_rate=1e-5",)))
-    result = tmp_path / "CB" / "seed-1" / "result.json"
-    values = json.loads(result.read_text())
-    result.write_text(json.dumps(values | {"labels_and_texts": "0"}))  # as of other data
-    with pytest.raises(UserError, match="this run had labels_and_texts = '0'"):
-        sweep.run_all(plan(tmp_path))
-    result.unlink()
+    (tmp_path / "CB" / "seed-1" / "result.json").unlink()
     lock.take(tmp_path / "CB" / "seed-1" / lock.NAME, dataclasses.replace(
         lock.this_process(), pid=os.getppid(), started=lock.started_at(os.getppid())))
     with pytest.raises(UserError, match="another job writes there"):
         sweep.run_all(plan(tmp_path))
 
 
-def test_a_finished_seed_keeps_no_lock_of_a_dead_job(process_group, tmp_path):
-    """A TERM between its result and the end left run.lock for ever."""
-    sweep.run_all(plan(tmp_path, num_seeds=1))
+def test_a_finished_seed_keeps_no_lock_of_a_dead_job(first, tmp_path):
     path, mine = tmp_path / "CB/seed-1" / lock.NAME, lock.this_process()
-    for change, stays in (({"started": mine.started + 1}, False), ({"machine": "another"}, True)):
+    for change, stays in (({"started": mine.started + 1}, False),
+                          ({"machine": "another", "pid": mine.pid + 1}, True)):
         path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(mine, **change))))
         sweep.run_all(plan(tmp_path, num_seeds=1))
         assert path.exists() == stays  # a job on another machine may live
 
 
-def test_another_start_or_test_table_is_not_taken_for_the_same(process_group, tmp_path):
-    result = tmp_path / "out" / "CB" / "seed-1" / "result.json"
-    sweep.run_all(plan(tmp_path / "out", num_seeds=1))
-    start = tiny_start()
-    other = dataclasses.replace(start, weights={"a": torch.ones(2)})
+def test_another_start_or_test_table_is_not_taken_for_the_same(first, tmp_path):
+    result, one = tmp_path / "CB" / "seed-1" / "result.json", plan(tmp_path, num_seeds=1)
+    other = dataclasses.replace(tiny_start(), weights={"a": torch.ones(2)})
     with pytest.raises(UserError, match="this run had start_weights"):
-        sweep.run_all(plan(tmp_path / "out", num_seeds=1, start=other))
+        sweep.run_all(dataclasses.replace(one, start=other))
     values = json.loads(result.read_text())
-    result.write_text(json.dumps(values | {"tests": {"CB": "0"}}))
-    with pytest.raises(UserError, match="test.jsonl has changed since it was predicted"):
-        sweep.run_all(plan(tmp_path / "out", num_seeds=1))
-    result.write_text(json.dumps(values | {"tests": [values["tests"]]}))  # an AttributeError
-    with pytest.raises(UserError, match="damaged .tests: .*to run this seed again"):
-        sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+    for change, said in (({"tests": {"CB": "0"}}, "test.jsonl has changed since it was predicted"),
+                         ({"tests": [values["tests"]]}, "damaged .tests: .*to run this seed again"),
+                         ({"labels_and_texts": "0"}, "this run had labels_and_texts = '0'")):
+        result.write_text(json.dumps(values | change))
+        with pytest.raises(UserError, match=said):
+            sweep.run_all(one)
     result.write_text(json.dumps(values))
     shutil.rmtree(result.parent / "model")
     said = []
-    sweep.run_all(plan(tmp_path / "out", num_seeds=1, say=said.append))
+    sweep.run_all(dataclasses.replace(one, say=said.append))
     assert any("without its model, which was not kept" in line for line in said)
     result.write_text("{")
     with pytest.raises(UserError, match="not valid JSON.*to run this seed again"):
-        sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+        sweep.run_all(one)
 
 
 def test_texts_that_do_not_fit_end_a_sweep_before_its_first_run(process_group, tmp_path):
@@ -168,20 +171,16 @@ def test_texts_that_do_not_fit_end_a_sweep_before_its_first_run(process_group, t
 
 
 def test_rows_longer_than_the_absolute_positions_are_named_before_training(process_group, tmp_path):
-    """An IndexError in the first step, deep in torch."""
-    shape = {"relative_attention": False, "position_terms": (), "absolute_input": True,
-             "relative_norm": False, "share_position_projections": False, "position_buckets": 0,
-             "max_position": 28}
-    start = dataclasses.replace(tiny_start(),
-                                config=dataclasses.replace(tiny_start().config, **shape))
+    start = tiny_start("absolute")
+    start = dataclasses.replace(start, config=dataclasses.replace(start.config, max_position=28))
     with pytest.raises(UserError, match=r"has 28 absolute positions. Set --CB.max_length=28"):
         sweep.run_all(plan(tmp_path, start=start))
     given = (*QUICK, "--CB.max_length=28", "--all.epochs=1")
     assert sweep.run_all(plan(tmp_path, start=start, given=given, num_seeds=1))
 
 
-def test_the_result_is_the_score_of_the_kept_weights(process_group, tmp_path):
-    (result, _) = sweep.run_all(plan(tmp_path))
+def test_the_result_is_the_score_of_the_kept_weights(first, tmp_path):
+    result = first[0]
     best = max(result["history"], key=lambda entry: entry["macro_f1"] + entry["accuracy"])
     assert result["best_step"] == best["step"]
     assert result["score"] == pytest.approx((best["macro_f1"] + best["accuracy"]) / 2)
@@ -204,18 +203,17 @@ def test_a_diverged_run_is_counted_and_the_sweep_goes_on(process_group, tmp_path
     assert "2/2" in sweep.table(summary)
 
 
-def test_patience_stops_and_micro_batches_change_nothing(process_group, tmp_path):
-    whole = sweep.run_all(plan(tmp_path / "a", num_seeds=1))
+def test_patience_stops_and_micro_batches_change_nothing(swept, tmp_path):
     given = (*QUICK, "--all.micro_batch_size=4")
     parts = sweep.run_all(plan(tmp_path / "b", num_seeds=1, given=given))
-    for one, other in zip(whole[0]["history"], parts[0]["history"], strict=True):
+    for one, other in zip(swept[1][0]["history"], parts[0]["history"], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-4)
     given = ("--all.learning_rate=1e-9", "--all.epochs=9", "--all.patience=2")
     early = sweep.run_all(plan(tmp_path / "c", num_seeds=1, given=given))
     assert len(early[0]["history"]) == 3 and early[0]["failed"]
 
 
-def fake_results() -> list[dict]:
+def test_the_summary_is_medians_and_the_leaderboards_mean():
     results = []
     for task in TASKS:
         if task.predicted_by:
@@ -232,11 +230,6 @@ def fake_results() -> list[dict]:
                 "history": [{"epoch": 1.0, "step": 1, "loss": 1.0}
                             | dict.fromkeys(task.metrics, value)],
             } | (confusion if task.head != "mentions" else {}))
-    return results
-
-
-def test_the_summary_is_medians_and_the_leaderboards_mean():
-    results = fake_results()
     summary = sweep.summarize(TASKS, results)
     assert summary["mean"] == pytest.approx(0.6) and summary["mean_of"] == 8
     row = summary["tasks"]["MultiRC"]
@@ -278,14 +271,15 @@ def test_an_nli_head_is_kept_row_by_row_by_label_name(tmp_path):
     assert torch.equal(cb.head.classifier.weight[2], mnli.head.classifier.weight[1])
 
 
-def test_init_from_runs_and_the_backbone_is_the_other_tasks(process_group, tmp_path):
-    sweep.run_all(plan(tmp_path / "cb", num_seeds=1))
-    source = tmp_path / "cb" / "CB" / "seed-1"
+def test_init_from_runs_and_the_backbone_is_the_other_tasks(first, tmp_path):
+    source = tmp_path / "CB" / "seed-1"
     said: list[str] = []
     results = sweep.run_all(plan(tmp_path / "rte", ("RTE",), num_seeds=1, say=said.append,
                                  init_from={"RTE": str(source)}))
     assert results[0]["init_from"].endswith("model")
     assert any("labels kept: entailment" in line for line in said)
+    assert not any("by the size of the encoder" in line for line in said)
+    assert results[0]["settings"]["learning_rate"] == 2e-3  # as it was given
     assert set(results[0]["diagnostics"]) == {"AX-b", "AX-g"}
     again = open_start(str(source / "model"))
     model = build_model(task_named("WiC"), again, Settings(), 1)
@@ -296,20 +290,6 @@ def test_init_from_runs_and_the_backbone_is_the_other_tasks(process_group, tmp_p
                               init_from={"RTE": str(source)}))[0] == results[0]
 
 
-def test_starts_that_cannot_be(tmp_path):
-    with pytest.raises(UserError, match="no such preset or directory; did you mean tiny"):
-        open_start("random:tinny")
-    with pytest.raises(UserError, match="pass --tokenizer"):
-        open_start("random:tiny")
-    with pytest.raises(UserError, match="no finetuned.json"):
-        load_finetuned(tmp_path)
-    save_random(tmp_path, task_named("RTE"))
-    data = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match="damaged or cut short"):
-        load_finetuned(tmp_path)
-
-
 def test_random_starts_differ_by_seed_and_only_by_seed():
     start, task = tiny_start(), task_named("RTE")
     one, same, two = (build_model(task, start, Settings(), seed) for seed in (1, 1, 2))
@@ -318,35 +298,16 @@ def test_random_starts_differ_by_seed_and_only_by_seed():
     assert not torch.equal(one.backbone.words.weight, two.backbone.words.weight)
 
 
-def test_a_diagnostic_set_is_no_task_to_train():
-    with pytest.raises(UserError, match="AX-b has no training data; the RTE model predicts it"):
-        build_sweep(Namespace(data="x", out="o"), [], (task_named("AX-b"),), {}, False)
-
-
 def test_the_best_evaluation_is_that_of_the_metric_that_was_asked_for(monkeypatch):
     scores, values = [], {"accuracy": 0.9, "f1": 0.2}
     progress = SimpleNamespace(step=4, losses=[(0.5, 0.25)], history=[], seconds=1.0,
                                accept=lambda *found: scores.append(found))
     settings = SimpleNamespace(best_metric="f1", global_batch_size=8, sift_weight=0.0)
-    task = task_of("accuracy")
-    job = SimpleNamespace(task=task, settings=settings, seed=0, say=print)
+    job = SimpleNamespace(task=task_of("accuracy"), settings=settings, seed=0, say=print)
     monkeypatch.setattr(loop, "_evaluate", lambda job, engine: (values, 0.5))
     loop.evaluate(job, None, progress, 8, 16)
     assert scores == [(0.2, 0.5)] and progress.losses == []
     assert progress.history == [{"step": 4, "epoch": 2.0, "loss": 0.5} | values]
-
-
-def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(monkeypatch):
-    done = []
-    engine = SimpleNamespace(eval=lambda: done.append("eval"), train=lambda: done.append("train"))
-    val = SimpleNamespace(examples=[])
-    job = SimpleNamespace(task=SimpleNamespace(no_answer=False), device=None,
-                          settings=SimpleNamespace(eval_batch_size=1),
-                          tables=SimpleNamespace(val=val, encoded={id(val): []}))
-    monkeypatch.setattr(loop, "score_split", lambda *_, **__: done.append("scores"))
-    monkeypatch.setattr(loop, "predictions_of", lambda *_: [])
-    monkeypatch.setattr(loop.metrics, "score", lambda *_: {})
-    assert loop._evaluate(job, engine) == ({}, 0.0) and done == ["eval", "scores", "train"]
 
 
 def test_a_class_of_one_example_weighs_as_many_times_as_it_is_rarer():
@@ -356,24 +317,8 @@ def test_a_class_of_one_example_weighs_as_many_times_as_it_is_rarer():
     assert found == [4 / 9, 4 / 3, 4 / 3]  # scikit-learn's; a class without examples counts as one
 
 
-def test_a_save_at_an_evaluation_holds_what_was_evaluated(monkeypatch):
-    saved, evaluated = [], []
-    monkeypatch.setattr(loop, "save", lambda *found: saved.append((found[2].step, found[3])))
-    monkeypatch.setattr(loop, "train_step", lambda *_, request, **__: SimpleNamespace(
-        sums={"loss": 1.0, "adversarial": 0.0}, request=request))
-    monkeypatch.setattr(loop, "evaluate", lambda job, engine, progress, *_: evaluated.append(
-        progress.step) or progress.step == 7)
-    monkeypatch.setattr(loop, "set_learning_rate", lambda *_: None)
-    monkeypatch.setattr(loop, "micro_batches", lambda *_: [])
-    settings = Settings(epochs=2, global_batch_size=4, learning_rate=1e-3)
+def test_the_time_of_a_run_is_that_of_all_starts():
+    settings, progress = Settings(learning_rate=1e-3), loop.Progress({}, 1, seconds=50.0)
     job = SimpleNamespace(task=task_of("accuracy"), seed=1, settings=settings)
-    progress = loop.Progress({}, 1, seconds=50.0)
-    rows = [SimpleNamespace(num_tokens=3)] * 13
-    monkeypatch.setattr(loop, "is_save_due", lambda passed, took, at_evaluation: at_evaluation)
-    loop._updates(job, None, settings.optim(7), rows, 7, progress)
-    assert evaluated == [4, 7] and saved == [(4, False), (7, True)]
-    assert progress.seconds > 50  # of all starts
-    progress.step = 0
-    monkeypatch.setattr(loop, "is_save_due", lambda *_: False)
-    loop._updates(job, None, settings.optim(7), rows, 7, progress)
-    assert saved[2:] == [(7, True)]  # the best is saved in any case
+    loop._updates(job, None, settings.optim(1), [SimpleNamespace(num_tokens=3)], 0, progress)
+    assert progress.seconds > 50

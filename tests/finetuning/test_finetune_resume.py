@@ -1,12 +1,12 @@
 """A fine-tuning run that was killed ends as if it had not been; bad steps change no weight."""
 
+import contextlib
 import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import rank_helpers
 import torch
@@ -26,15 +26,15 @@ from deberta_ds.training.step import train_step
 
 WORKER = ROOT / "tests/workers/finetune_killed.py"
 # Four updates an epoch, with dropout; the best evaluation is the third of four.
-SETTINGS = ("--task", "CB", "--all.learning_rate=4e-3", "--all.epochs=2", "--all.evals_per_epoch=2",
+SETTINGS = ("--all.learning_rate=4e-3", "--all.epochs=2", "--all.evals_per_epoch=2",
             "--all.global_batch_size=6", "--all.micro_batch_size=3", "--all.train_rows=24",
             "--all.patience=2")
 
 
-def start(out: Path, ranks: int, step: int, saves: str, *more: str, nan_row: int = -1) -> list[int]:
-    """Return the exit codes of a run that is killed before update `step`."""
-    arguments = [str(step), saves, str(nan_row), *common(out), *SETTINGS, *more]
-    return rank_helpers.wait(rank_helpers.start(ranks, arguments, out / "log", WORKER))
+def start(out: Path, step: int, *more: str, nan_row: int = -1) -> list[int]:
+    """Return the exit codes of two ranks, of which one is killed before update `step`."""
+    arguments = [str(step), str(nan_row), *common(out), "--task", "CB", *SETTINGS, *more]
+    return rank_helpers.wait(rank_helpers.start(2, arguments, out / "log", WORKER))
 
 
 def everything(out: Path) -> tuple[dict, dict[str, bytes]]:
@@ -46,66 +46,73 @@ def everything(out: Path) -> tuple[dict, dict[str, bytes]]:
     return result | {"seconds": 0}, files
 
 
-EACH, EVALS = (3, "each", 3), (5, "evals", 4)  # (killed before update, saves, found), in an epoch
-
-
-def check_killed(tmp_path: Path, ranks: int, kills: tuple, *more: str) -> dict:
-    """Return the result of an unbroken run, which a killed one must be equal to."""
-    assert not any(start(tmp_path / "whole", ranks, -1, "evals", *more))
-    out = tmp_path / "killed"
-    for step, saves, found in kills:
-        assert any(start(out, ranks, step, saves, *more))
-        assert not (out / "CB" / "seed-1" / "result.json").exists()
-        newest, _ = loop.newest(out / "CB" / "seed-1")
-        assert newest.name == f"step-{found:08d}"
-    assert not any(start(out, ranks, -1, "evals", *more))
-    assert f"goes on after step {found}, from {newest}" in (out / "log").read_text()
-    whole, killed = everything(tmp_path / "whole"), everything(out)
-    assert killed == whole
-    assert not [name for name in whole[1] if name.startswith("resume")]
-    return whole[0]
-
-
-def test_a_run_killed_twice_ends_with_the_same_weights_history_and_scores(tmp_path):
-    result = check_killed(tmp_path, 1, (EACH, EVALS))
-    assert (result["best_step"], result["history"][-1]["step"]) == (2, 6)
-
-
-@pytest.mark.multi
-@pytest.mark.slow
-def test_two_ranks_of_which_one_is_killed(tmp_path):
-    check_killed(tmp_path, 2, (EACH,), "--all.sift_weight=1.0", "--deepspeed_config",
-                 str(deepspeed_json(tmp_path / "ds.json", 3)))
-
-
-@pytest.mark.multi
-@pytest.mark.slow
-def test_a_nan_on_one_rank_ends_the_run_on_all_and_names_the_example(tmp_path):
-    assert not any(start(tmp_path, 2, -1, "evals", nan_row=7))
-    result, _ = everything(tmp_path)
-    assert result["failed"] and result["error"].count("rank ") == 1
-    assert f"{SAMPLE}/CB/train.jsonl:8" in result["error"]
-
-
 class Killed(BaseException):
     """Stands for a kill where the test's own process goes on."""
 
 
-def kill_at(step: int, monkeypatch) -> None:
+def run_here(out: Path, monkeypatch, step: int = -1, due=lambda *_: False, given=QUICK
+             ) -> list[str]:
+    """Return what a run in this process says, which is killed before update `step`; due: whether a
+    save is, which the best evaluation gets in any case."""
     def step_or_die(engine, batches, **options):
+        assert engine.module.training  # with dropout, also after an evaluation
         if options["step"] == step:
             raise Killed
         return train_step(engine, batches, **options)
 
     monkeypatch.setattr(loop, "train_step", step_or_die)
+    monkeypatch.setattr(loop, "is_save_due", due)
+    said: list[str] = []
+    with contextlib.nullcontext() if step < 0 else pytest.raises(Killed):
+        sweep.run_all(plan(out, num_seeds=1, given=given, say=said.append))
+    return said
+
+
+def test_a_run_killed_twice_ends_with_the_same_weights_history_and_scores(
+        process_group, tmp_path, monkeypatch):
+    out = tmp_path / "killed"
+    run_here(tmp_path / "whole", monkeypatch, given=SETTINGS)
+    for step, due, found in ((3, lambda *_: True, 3), (5, lambda *last: last[-1], 4)):
+        run_here(out, monkeypatch, step, due, SETTINGS)
+        assert not (out / "CB" / "seed-1" / "result.json").exists()
+        newest, _ = loop.newest(out / "CB" / "seed-1")
+        assert newest.name == f"step-{found:08d}"
+    said = run_here(out, monkeypatch, given=SETTINGS)
+    assert any(f"goes on after step {found}, from {newest}" in line for line in said)
+    (result, files), killed = everything(tmp_path / "whole"), everything(out)
+    assert killed == (result, files) and not [name for name in files if name.startswith("resume")]
+    assert (result["best_step"], result["history"][-1]["step"]) == (2, 6)
+    scores = [result["history"][0][name] for name in ("macro_f1", "accuracy")]
+    assert result["score"] == pytest.approx(sum(scores) / 2)  # both are without dropout
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_two_ranks_of_which_one_is_killed(tmp_path):
+    more = ("--all.sift_weight=1.0", "--deepspeed_config",
+            str(deepspeed_json(tmp_path / "ds.json", 3)))
+    assert not any(start(tmp_path / "whole", -1, *more))
+    out = tmp_path / "killed"
+    assert any(start(out, 3, *more)) and not (out / "CB" / "seed-1" / "result.json").exists()
+    newest, _ = loop.newest(out / "CB" / "seed-1")
+    assert newest.name == "step-00000003" and not any(start(out, -1, *more))
+    assert f"goes on after step 3, from {newest}" in (out / "log").read_text()
+    assert everything(tmp_path / "whole") == everything(out)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_nan_on_one_rank_ends_the_run_on_all_and_names_the_example(tmp_path):
+    assert not any(start(tmp_path, -1, nan_row=7))
+    result, _ = everything(tmp_path)
+    assert result["failed"] and result["error"].count("rank ") == 1
+    assert f"{SAMPLE}/CB/train.jsonl:8" in result["error"]
 
 
 @pytest.fixture
 def killed(process_group, tmp_path, monkeypatch) -> Path:
     """Return the directory of a run that was killed after its first evaluation."""
-    kill_at(8, monkeypatch)
-    with pytest.raises(Killed):
-        sweep.run_all(plan(tmp_path, num_seeds=1))
+    run_here(tmp_path, monkeypatch, 8)
     monkeypatch.setattr(loop, "train_step", train_step)
     return tmp_path / "CB" / "seed-1"
 
@@ -123,13 +130,8 @@ def test_a_checkpoint_of_another_run_is_not_taken(killed, tmp_path):
 
 def test_the_checkpoint_of_the_best_evaluation_stays_until_there_is_a_better_one(
         killed, tmp_path, monkeypatch):
-    """Killed before OUT/resume/best pointed to it, it was what the next save deletes."""
     (killed / "resume/best").unlink()
-    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "MOST_OF_TIME", np.inf)
-    kill_at(9, monkeypatch)
-    with pytest.raises(Killed):
-        sweep.run_all(plan(tmp_path, num_seeds=1))
+    run_here(tmp_path, monkeypatch, 9, lambda *_: True)
     assert [find.step_of(path) for path in find.list_finished(killed / "resume")] == [6, 9]
     with pytest.raises(UserError, match="has not ended .no result.json.; run its command to the e"):
         find_finetuned(killed)
@@ -165,7 +167,6 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(process_group, tmp_path
 
 
 def test_every_split_is_encoded_once_for_all_seeds(process_group, tmp_path, monkeypatch):
-    """It was once in the check of all texts, and once for each seed."""
     encoded, encode = Counter(), encoding.encode
 
     def count(task, examples, *arguments, **options):
@@ -179,9 +180,7 @@ def test_every_split_is_encoded_once_for_all_seeds(process_group, tmp_path, monk
 
 
 def test_when_a_checkpoint_is_due():
-    def due(passed, took, at_evaluation):
-        return loop.is_save_due(passed, took, at_evaluation)
-
+    due = loop.is_save_due
     assert due(0, 0, True) and not due(0, 0, False)
     # Saves of 20 s, every 400 s, take a twentieth of the time.
     assert not due(399, 20, True) and due(400, 20, True) and due(400, 20, False)

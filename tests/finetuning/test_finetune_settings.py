@@ -8,7 +8,6 @@ import pytest
 import torch
 from launching import ROOT
 from superglue_helpers import sample, tiny_start
-from test_finetune_own import rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import MODELS
@@ -46,8 +45,7 @@ def test_settings_are_checked_and_later_ones_win(tmp_path):
         file.write_text(text)
         with pytest.raises(UserError, match=message):
             settings_of("RTE", file)
-    for override, message in (("--epochs=1", "a setting is written --all.epochs="),
-                              ("--RTTE.epochs=1", r"\[RTTE\] is not a table .* did you mean RTE"),
+    for override, message in (("--RTTE.epochs=1", r"\[RTTE\] is not a table .* did you mean RTE"),
                               ("epochs", "not an option")):
         with pytest.raises(UserError, match=message):
             settings_of("RTE", None, override)
@@ -57,16 +55,9 @@ def test_settings_are_checked_and_later_ones_win(tmp_path):
         settings_of("RTE", tmp_path)
 
 
-def test_the_metric_that_chooses_must_be_one_of_the_tasks():
-    assert settings_of("CB", None, "--CB.best_metric=accuracy").best_metric == "accuracy"
-    with pytest.raises(UserError, match="best_metric = 'f1' is not one of its metrics, macro_f1"):
-        settings_of("CB", None, "--CB.best_metric=f1")
-
-
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Settings)
                                   if field.type in (int, float)])
 def test_no_setting_takes_nonsense(name):
-    """NaN and infinity passed `x <= 0`, and a run trained to its end with them."""
     for value in ("nan", "inf", "-inf", "-5", "1e400", "99999999999999999999999", '"x"', "[]"):
         try:
             found = getattr(settings_of("RTE", None, f"--all.{name}={value}"), name)
@@ -93,17 +84,6 @@ def test_the_optimizer_is_the_official_one():
     assert Settings(learning_rate=2e-5, warmup_steps=500).optim(250).warmup_steps == 250
 
 
-def test_a_learning_rate_that_was_given_stays(process_group, tmp_path):
-    """The default of base models, 2e-5, left small ones at chance."""
-    path = write_task(tmp_path, "classification", rows_of("classification", 8), "epochs = 1")
-    rate = learning_rate_for(tiny_start().config)
-    for given, wanted in (((), rate), (("--all.learning_rate=2e-5",), 2e-5)):
-        said: list[str] = []
-        result = train(path, tmp_path / f"out{len(given)}", *given, say=said.append)
-        assert bool(given) != any("by the size of the encoder" in line for line in said)
-        assert result["settings"]["learning_rate"] == wanted != 0
-
-
 def test_sift_has_the_published_weight_unless_it_is_set(tmp_path, monkeypatch):
     monkeypatch.setattr("deberta_ds.engine.engine.check_machine", lambda *_: [])
     monkeypatch.setattr("deberta_ds.finetuning.models.open_start", lambda *_: tiny_start())
@@ -117,11 +97,9 @@ def test_sift_has_the_published_weight_unless_it_is_set(tmp_path, monkeypatch):
     assert [resolve(task, plan.settings).sift_weight for task in tasks] == [0.5, 5.0]
 
 
-PRESETS = sorted((ROOT / "launch" / "runs" / "superglue").glob("*.toml"))
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_every_preset_file_resolves_for_every_task_and_fits_its_texts(path):
+@pytest.mark.parametrize("size", ["1p5b", "base", "demo", "large", "small", "xsmall"])
+def test_every_preset_file_resolves_for_every_task_and_fits_its_texts(size):
+    path = ROOT / f"launch/runs/superglue/{size}.toml"
     for task in TASKS:
         settings = settings_of(task.name, path)
         assert settings.max_length >= 128
@@ -131,15 +109,10 @@ def test_every_preset_file_resolves_for_every_task_and_fits_its_texts(path):
                    window_overlap=settings.window_overlap)
 
 
-def test_there_is_a_preset_for_every_size():
-    assert [path.stem for path in PRESETS] == ["1p5b", "base", "demo", "large", "small", "xsmall"]
-
-
 @pytest.mark.parametrize(("gpus", "able", "name"), [
     (0, True, "fp32 without ZeRO"), (1, False, "fp32 without ZeRO"),
     (8, True, "ds_configs/zero1_bf16.json")])
 def test_a_gpu_with_bf16_takes_it_unless_told(monkeypatch, gpus, able, name):
-    """In fp32 a GPU's kernels lie idle, and that was the default."""
     monkeypatch.setattr("deberta_ds.cluster.launcher.count_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: able)
     found, values = options.deepspeed(None)

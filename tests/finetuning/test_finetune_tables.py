@@ -1,19 +1,21 @@
-"""Tables of every kind are read into examples, and tags into spans as seqeval reads them."""
+"""Tables of every kind are read into examples, and what they may mean but do not say is said."""
 
 import csv
 import gzip
-import runpy
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launching import ROOT
-from test_finetune_own import write_task
+from test_finetune_own import opened, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.labels import to_line
 from deberta_ds.tasks.layouts import chosen
+from deberta_ds.tasks.look import look
 from deberta_ds.tasks.metrics import spans_of
-from deberta_ds.tasks.readers import read_split
+from deberta_ds.tasks.readers import carve, count_shared, read_split
 from deberta_ds.tasks.tables import read_table
 from deberta_ds.tasks.task import task_named
 from deberta_ds.tasks.task_file import load_own_task
@@ -26,8 +28,7 @@ def test_every_kind_of_table_gives_the_same_examples(tmp_path):
 
     rows = [{"words": f'He said "{n}", twice\nor so', "extra": "x", "label": n % 3 == 0}
             for n in range(9)]
-    path = write_task(tmp_path, "classification", rows)
-    wanted = read_split(load_own_task(path)[0], ".", "train").examples
+    wanted = opened(tmp_path, "classification", rows)[0].examples
     assert {example.label for example in wanted} == {0, 1}
     with open(tmp_path / "train.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
@@ -39,14 +40,12 @@ def test_every_kind_of_table_gives_the_same_examples(tmp_path):
     with pyarrow.ipc.new_stream(str(tmp_path / "train.arrow"), table.schema) as stream:
         stream.write_table(table)
     for name in ("train.csv", "train.parquet", "train.feather", "train.arrow"):
-        path = write_task(tmp_path, "classification", rows, train=name, val=name)
-        task, said = load_own_task(path)
-        assert read_split(task, ".", "train").examples == wanted, name
+        split, said = opened(tmp_path, "classification", rows, train=name)
+        assert split.examples == wanted, name
         assert said == "mine: 2 labels: false (6), true (3)"
-    (tmp_path / "train.tsv").write_text("words\tlabel\na \"b\tyes\nc\tno\n")
-    path = write_task(tmp_path, "classification", rows, train="train.tsv", texts=["words"])
-    found = read_split(load_own_task(path)[0], ".", "train").examples
-    assert [example.sequences[0][0] for example in found] == ['a "b', "c"]
+    split, _ = opened(tmp_path, "classification", "words\tlabel\na \"b\tyes\nc\tno\n",
+                      table="train.tsv", texts=["words"])
+    assert [example.sequences[0][0] for example in split.examples] == ['a "b', "c"]
 
 
 @pytest.mark.parametrize("directory", ["~", "s3:", "file:x", "\udcff"], ids=ascii)
@@ -68,7 +67,6 @@ def test_a_directory_whose_name_says_more_to_pyarrow(tmp_path, directory, monkey
 
 @pytest.mark.parametrize("ending", ["csv", "tsv"])
 def test_an_empty_line_of_one_column_is_named(tmp_path, ending):
-    """Left out, the rows behind it would have other numbers than in the file."""
     path = tmp_path / f"table.{ending}"
     path.write_text("text\none\n\ntwo\n")
     with pytest.raises(UserError, match=f"table.{ending}:3: an empty line"):
@@ -99,7 +97,6 @@ def test_the_header_of_a_csv_tells_its_delimiter_and_it_may_be_compressed(tmp_pa
 
 
 def test_a_table_has_the_columns_of_superglue_or_of_glue():
-    """predict.py with a model of RTE or MNLI refused the JSON lines that it was trained on."""
     task = task_named("MNLI")
     for first, second in (("premise", "hypothesis"), ("sentence1", "sentence2")):
         line = to_line(task, "x:1", {first: "A.", second: "B."}, 0)
@@ -114,53 +111,14 @@ def test_which_answer_a_label_of_a_choice_names(value, found):
     assert chosen("cow", ["cow", "cow"]) is None  # it was the first
 
 
-def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
-    """A WikiANN file has no ending and a language before each token; the Hub has numbers."""
-    datasets = pytest.importorskip("datasets")
-    rows_of = runpy.run_path(str(ROOT / "examples/convert_annotations.py"))["rows_of"]
-    (tmp_path / "train").write_text("en:Rome\tB-LOC\nen::\tO\nen:a:b\tO\n\nen:He\tO\n")
-    path = write_task(tmp_path, "tags", list(rows_of(str(tmp_path / "train"), {})),
-                      texts=["tokens"], label="tags")
-    task, said = load_own_task(path)
-    assert said == "mine: 2 labels: O (3), B-LOC (1)"
-    wanted = read_split(task, ".", "train").examples
-    assert wanted[0].sequences == (("Rome : a:b",),) and wanted[0].label == (1, 0, 0)
-    names = ["O", "B-PER", "B-LOC"]
-    features = datasets.Features({
-        "tokens": datasets.List(datasets.Value("string")),
-        "ner_tags": datasets.List(datasets.ClassLabel(names=names))})
-    table = datasets.Dataset.from_dict({"tokens": [["Rome", ":", "a:b"], ["He"]],
-                                        "ner_tags": [[2, 0, 0], [0]]}, features=features)
-    table.to_parquet(str(tmp_path / "train.parquet"))
-    path = write_task(tmp_path, "tags", [], train="train.parquet", val="train.parquet",
-                      texts=["tokens"], label="ner_tags", labels=names)
-    found = read_split(load_own_task(path)[0], ".", "train").examples
-    assert [e.label for e in found] == [(2, 0, 0), (0,)]
-    wikiann = "en:Rome\tB-LOC\nen:.\tO\n"
-    for name in ("train.tsv", "train.txt"):  # known by its lines, whatever it is called
-        (tmp_path / name).write_text(wikiann)
-        (row,) = rows_of(str(tmp_path / name), {})
-        assert row == {"tokens": ["Rome", "."], "tags": ["B-LOC", "O"]}
-    (tmp_path / "train").write_text(wikiann * 15 + "Oslo\tB-LOC\n")
-    with pytest.raises(UserError, match="train:31: the lines before are WikiANN's"):
-        list(rows_of(str(tmp_path / "train"), {}))
-
-
 @pytest.mark.parametrize(("tags", "spans"), [
-    (["B-PER", "I-PER", "O", "B-LOC"], [("PER", 0, 2), ("LOC", 3, 4)]),
-    (["B-PER", "B-PER"], [("PER", 0, 1), ("PER", 1, 2)]),
-    (["I-PER", "I-LOC"], [("PER", 0, 1), ("LOC", 1, 2)]),  # IOB1, or a slip of IOB2
-    (["B-PER", "I-LOC", "I-LOC"], [("PER", 0, 1), ("LOC", 1, 3)]),
-    (["B-PER", "E-PER", "S-LOC", "S-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
     (["O", "E-PER", "I-PER"], [("PER", 1, 2), ("PER", 2, 3)]),
     (["NOUN", "NOUN", "O"], [("NOUN", 0, 2)]),
-    (["B-PER", "L-PER", "U-LOC", "U-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
     (["B-PER", "M-PER", "E-PER", "S-LOC"], [("PER", 0, 3), ("LOC", 3, 4)]),  # BMES
-    (["B", "I", "I", "B", "O", "I"], [("", 0, 3), ("", 3, 4), ("", 5, 6)]),  # without kinds
-    (["B", "M", "E", "S", "S", "O"], [("", 0, 3), ("", 3, 4), ("", 4, 5)]),
-    (["O", "O"], []), ([], []),
-])
-def test_spans_are_those_of_conlleval(tags, spans):
+    (["B", "M", "E", "S", "S", "O"], [("", 0, 3), ("", 3, 4), ("", 4, 5)]),  # without kinds
+    (["O", "O"], []), ([], [])])
+def test_spans_of_tags_beyond_those_that_seqeval_reads(tags, spans):
+    """Others: test_metrics_references.py."""
     assert spans_of(tags) == spans
 
 
@@ -192,3 +150,124 @@ def test_swag_race_and_conll_are_read_in_their_own_formats(tmp_path):
     task = recipe("conll2003", tmp_path)
     (example,) = read_split(task, ".", "train").examples
     assert task.labels == ("O", "B-ORG") and example.label == (1, 0)
+
+
+def test_plausible_answers_of_an_impossible_question_are_none(tmp_path):
+    """is_impossible decides, as in the official scripts; what contradicts it is counted."""
+    answer = [{"text": "in Rome", "answer_start": 0}]
+    asked = [("a", True, answer), ("b", False, answer), ("c", False, []), ("d", True, [])]
+    paragraph = {"context": "in Rome they sing", "qas": [
+        {"id": id, "question": "where?", "is_impossible": flag, "answers": answers}
+        for id, flag, answers in asked]}
+    document = json.dumps({"data": [{"paragraphs": [paragraph]}]})
+    split, _ = opened(tmp_path, "spans", document, table="a.json", texts=["question", "context"],
+                      label="answers")
+    assert [example.gold for example in split.examples] == [(), ("in Rome",), (), ()]
+    assert "2 of 4 questions have answers that contradict is_impossible" in split.left_out
+
+
+@pytest.mark.parametrize(("flag", "gold"), [
+    ("TRUE", ()), ("1.0", ()), ("false", ("Rome",)), ("", ("Rome",))])
+def test_is_impossible_is_read_as_tables_write_it(tmp_path, flag, gold):
+    table = f"q,text,answer,is_impossible\na?,in Rome,Rome,{flag}\nb?,in Rome,Rome,0\n"
+    split, _ = opened(tmp_path, "spans", table, table="a.csv", texts=["q", "text"], label="answer")
+    assert [example.gold for example in split.examples] == [gold, ("Rome",)]
+
+
+def test_labels_of_two_cases_and_texts_for_empty_cells_are_said(tmp_path):
+    table = "text,label\nfine,Good\nnice,good\nnan,bad\nNone,bad\n"
+    split, said = opened(tmp_path, "classification", table, table="a.csv", texts=["text"])
+    assert "'Good' and 'good' differ by case alone" in said
+    assert "2 texts are 'None' or 'nan', which tables write for an empty" in split.left_out
+
+
+def test_texts_that_tokenize_alike_are_the_same_text(tmp_path):
+    """A doubled space, an invisible mark, or NFD in place of NFC: a copy of it is no new text."""
+    texts = [f"número {n} de la lista" for n in range(20)]
+    odd = [text.replace(" de", "  de").replace("ú", "u\u0301").replace("la", "la\u200b")
+           for text in texts]
+    rows = [{"text": text, "label": n % 2} for text in (texts, odd) for n, text in enumerate(text)]
+    whole, _ = opened(tmp_path, "classification", rows, texts=["text"])
+    train, val = carve(whole, 0.5, seed=3)
+    assert count_shared(train, val) == (0, "")
+    assert count_shared(whole, val)[0] == len(val.examples)
+
+
+def test_one_rule_compares_the_answers_of_a_table(tmp_path):
+    thai = "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย"
+    rows = [{"question": "?", "context": context, "answers": context[:4]}
+            for context in (thai, thai, "Anna Maria Lopez ไทย lives here")]
+    split, _ = opened(tmp_path, "spans", rows, texts=["question", "context"], label="answers")
+    assert {example.language for example in split.examples} == {"ja"}
+    assert 'compared by the rule of language = "ja"' in split.left_out
+
+
+@pytest.mark.parametrize(("table", "rows", "keys"), [
+    ("a.csv", "fine,good\nawful,bad\n", {"names": ["text", "mood"], "texts": ["text"],
+                                         "label": "mood"}),
+    ("a.csv", "fine,good\nawful,bad\n", {"header": False, "texts": ["1"], "label": "2"}),
+    ("a.jsonl", [{"doc": {"text": "fine"}, "labels": {"mood": "good"}},  # inside objects
+                 {"doc": {"text": "awful"}, "labels": {"mood": "bad"}}],
+     {"texts": ["doc.text"], "label": "labels.mood"})], ids=str)
+def test_columns_have_the_names_that_they_are_given(tmp_path, table, rows, keys):
+    split, said = opened(tmp_path, "classification", rows, table=table, **keys)
+    assert [example.sequences for example in split.examples] == [(("fine",),), (("awful",),)]
+    assert "2 labels: bad (1), good (1)" in said
+
+
+def test_answers_to_choose_from_may_be_fewer_and_have_marks(tmp_path):
+    """ARC as the Hub has it: marks are letters or numbers from 1, and some questions have three."""
+    rows = [{"question": "a?", "choices": {"text": ["x", "y", "z"], "label": ["A", "B", "C"]},
+             "answerKey": "C"},
+            {"question": "b?", "choices": {"text": ["x", "y", "z", "w"],
+                                           "label": ["1", "2", "3", "4"]}, "answerKey": "1"}]
+    split, said = opened(tmp_path, "choice", rows, texts=["question"], choices=["choices"],
+                         label="answerKey")
+    assert [len(example.sequences) for example in split.examples] == [3, 4]
+    assert [example.label for example in split.examples] == [2, 0] and "4 answers" in said
+    columns = "q,a,b,c,right\nfirst,x,y,z,C\nsecond,x,y,,B\n"
+    split, _ = opened(tmp_path, "choice", columns, table="b.csv", texts=["q"],
+                      choices=["a", "b", "c"], label="right")
+    assert [len(example.sequences) for example in split.examples] == [3, 2]
+
+
+def test_csv_cells_decide_what_columns_called_tokens_and_tags_hold(tmp_path):
+    rows = [(["Anna", "can't"], ["B-PER", "O"]), (["In", "Rome"], ["O", "B-LOC"])]
+    for form in (str, json.dumps, " ".join, lambda row: str(np.array(row))):
+        with open(tmp_path / "a.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("tokens", "tags"), *(map(form, row) for row in rows)])
+        split, said = opened(tmp_path, "tags", [], train="a.csv", texts=["tokens"], label="tags")
+        assert [one.sequences for one in split.examples] == [(("Anna can't",),), (("In Rome",),)]
+        assert "B-LOC (1)" in said and "O (2)" in said
+
+
+def test_look_shows_columns_counts_and_rows_as_they_are_read(tmp_path):
+    rows = [{"text": "Anna met Linz.", "label": [[0, 4, "X"], [9, 13, "X"]], "who": "me"},
+            {"text": "none", "label": []}]
+    lines = list(look(opened(tmp_path, "tags", rows, texts=["text"])[0].task, "."))
+    for wanted in (f"\ntrain: {tmp_path / 'train.jsonl'}: 2 examples", "  read: text, label",
+                   "  not read: who", "  X: 2", "  2 of 2 are in train, too", "test: none"):
+        assert any(line.startswith(wanted) for line in lines), wanted
+    assert any("[Anna|X] met [Linz|X]" in line for line in lines)
+    rows = [{"q": "what?", "text": "tall trees", "answers": "trees", "is_impossible": False},
+            {"q": "who?", "text": "tall trees", "answers": "", "is_impossible": True}]
+    lines = list(look(opened(tmp_path, "spans", rows, texts=["q", "text"], label="answers",
+                             val=None)[0].task, "."))
+    assert "  - what? || tall [trees]" in lines and "      = no answer" in lines
+    assert "  read: q, text, answers, is_impossible" in lines
+    assert "val: 10% of train (val_share)" in lines
+    task, _ = load_own_task(write_task(tmp_path, "regression", [{"text": "a", "label": ""}],
+                                       texts=["text"]))
+    with pytest.raises(UserError, match="(?s)not a single example in it.*is missing"):
+        list(look(task, "."))
+
+
+@pytest.mark.parametrize("text, said", [
+    ("M\ufffdnchen", "were lost"), ("sch\u00c3\u00b6n", "Latin-1"), ("Tom &amp; Jerry", "HTML"),
+    ("good<br />but", "HTML"), ("b'It is.'", "Python's bytes"), ("NA", "for an empty cell"),
+    ("\u00c3o \u00c2ngela", "")])
+def test_look_counts_damaged_texts(tmp_path, text, said):
+    rows = [{"text": text, "label": "a"}, {"text": "&", "label": "b"}]
+    task = opened(tmp_path, "classification", rows, texts=["text"])[0].task
+    found = {line for line in look(task, ".") if line.startswith(("  1 of them", "  1 texts are"))}
+    assert len(found) == bool(said) and said in "".join(found)

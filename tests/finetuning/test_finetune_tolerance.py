@@ -7,14 +7,14 @@ import shutil
 
 import pytest
 import torch
-from superglue_helpers import SAMPLE, predict, save_random, tiny_start
+from superglue_helpers import SAMPLE, predict, tiny_start, write_lines
 from test_finetune_loop import plan
-from test_finetune_own import WORDS, rows_of, train, write_task
+from test_finetune_own import WORDS, opened, random_model, rows_of, train, write_task
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetuning import inputs, sweep
 from deberta_ds.finetuning.features import collate, encode, shortened
-from deberta_ds.finetuning.models import build_model, load_finetuned
+from deberta_ds.finetuning.models import build_model
 from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.settings import resolve
 from deberta_ds.tasks.tables import Faults
@@ -25,17 +25,9 @@ ODD = [{"words": " ", "extra": ""}, {"words": None, "extra": "b"}, {"words": 5, 
        {"words": "a", "extra": LONG}, ["no", "object"], {"extra": "b"}, {"words": ["a"]}, "{cut"]
 
 
-def write_rows(path, rows) -> None:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n"
-                            for row in rows))
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    task = load_own_task(write_task(directory, "classification", rows_of("classification")))[0]
-    save_random(directory / "model", task)
-    return load_finetuned(directory / "model")
+    return random_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_saved_model_says_nothing_of_the_machines_directories(model):
@@ -43,13 +35,12 @@ def test_a_saved_model_says_nothing_of_the_machines_directories(model):
 
 
 def test_eight_odd_rows_of_many_are_predicted_around(process_group, tmp_path, model, capsys):
-    """One odd row in 2,000 lost all predictions."""
     rows: list = [{"words": " ".join(WORDS[: 1 + n % 9]), "extra": "x", "n": n} for n in range(60)]
     places = [0, 7, 8, 20, 31, 32, 58, 59]
     for place, row in zip(places, ODD, strict=True):
         rows[place] = row | {"n": place} if isinstance(row, dict) else row
     table, out = tmp_path / "new.jsonl", tmp_path / "out.jsonl"
-    write_rows(table, rows)
+    write_lines(table, rows)
     lines = predict(model, table, out, max_bad=8, keep=["n"])
     assert [line["idx"] for line in lines] == list(range(60))
     assert [line["idx"] for line in lines if "error" in line] == places
@@ -60,7 +51,7 @@ def test_eight_odd_rows_of_many_are_predicted_around(process_group, tmp_path, mo
     assert "tokens must be seen together, but max_length is 64" in lines[20]["error"]
     assert "8 of 60 rows cannot be used" in capsys.readouterr().err
     good = tmp_path / "good.jsonl"
-    write_rows(good, [row for n, row in enumerate(rows) if n not in places])
+    write_lines(good, [row for n, row in enumerate(rows) if n not in places])
     wanted = predict(model, good, tmp_path / "good_out.jsonl")
     found = [line for line in lines if "error" not in line]
     assert [line["prediction"] for line in found] == [line["prediction"] for line in wanted]
@@ -79,20 +70,18 @@ def test_labels_that_cannot_be_read_are_no_fault_of_a_prediction(process_group, 
     """Jigsaw's test table has -1 where there is no label."""
     task = dataclasses.replace(model.task, head="multilabel", label_columns=("toxic", "insult"))
     rows = [{"words": "a", "extra": "b", "toxic": -1, "insult": "x", "n": 0}]
-    write_rows(tmp_path / "new.jsonl", rows)
+    write_lines(tmp_path / "new.jsonl", rows)
     (line,) = predict(dataclasses.replace(model, task=task), tmp_path / "new.jsonl",
                       tmp_path / "out.jsonl")
     assert set(line["probabilities"]) == {"animal", "thing"}
 
 
 def test_all_misplaced_answers_are_named_in_one_run(process_group, tmp_path):
-    """40 in 400 questions were 39 runs, one fault named in each."""
     text = "Anna Smith lives in Rome."
     rows = [{"words": text, "extra": "Who?", "label": {"text": ["Anna"],
                                                        "answer_start": [n % 10 // 9]}}
             for n in range(400)]
-    path = write_task(tmp_path, "spans", rows, "epochs = 1\nmax_length = 32")
-    task = load_own_task(path)[0]
+    task = load_own_task(write_task(tmp_path, "spans", rows))[0]
     file = tmp_path / "out" / "mine.train.bad_rows.txt"
     with pytest.raises(UserError, match=r"(?s)40 of 400 rows cannot be used:.*:100: .*\(all in .*"
                        r"bad_rows.txt\).*--max_bad N"):
@@ -103,7 +92,6 @@ def test_all_misplaced_answers_are_named_in_one_run(process_group, tmp_path):
 
 
 def test_training_leaves_out_what_it_may(process_group, tmp_path, monkeypatch):
-    """Under max_bad every text was encoded twice."""
     encoded: list[str] = []
     monkeypatch.setattr(inputs, "encode", lambda task, examples, *rest, **more: encode(
         task, [encoded.append(e.place) or e for e in examples], *rest, **more))
@@ -121,19 +109,19 @@ def test_training_leaves_out_what_it_may(process_group, tmp_path, monkeypatch):
     assert any("22 of 22 examples of" in line and "are in" in line for line in said)
     with pytest.raises(UserError, match="train.jsonl:6: .* tokens must be seen together"):
         train(path, tmp_path / "out2", max_bad=1)
-    path.write_text(path.read_text().replace('val = "train.jsonl"', "val_share = 0.3"))
+    path = write_task(tmp_path, "classification", rows, "epochs = 1\nmax_length = 64", val=None,
+                      val_share=0.3)
     encoded.clear()
     result = train(path, tmp_path / "carved", max_bad=2)
-    assert result["train"][1] + result["val"][1] == 22 and len(encoded) == 23
+    assert (result["train"][1], result["val"][1], len(encoded)) == (16, 6, 23)
 
 
 def test_bad_rows_of_each_test_table_are_listed_in_a_file_of_their_own(process_group, tmp_path):
-    """The second table's reading removed the list of the first."""
     rows = rows_of("classification", 8)
-    path = write_task(tmp_path, "classification", rows, test="test.jsonl")
-    path.write_text(path.read_text().replace("[settings]", '[tests]\nold = "old.jsonl"'))
-    write_rows(tmp_path / "test.jsonl", [*rows, {"words": 3, "extra": "x"}])
-    write_rows(tmp_path / "old.jsonl", rows)
+    path = write_task(tmp_path, "classification", rows, test="test.jsonl",
+                      tests={"old": "old.jsonl"})
+    write_lines(tmp_path / "test.jsonl", [*rows, {"words": 3, "extra": "x"}])
+    write_lines(tmp_path / "old.jsonl", rows)
     task = load_own_task(path)[0]
     tests = inputs.read_tables(plan(tmp_path / "out", [task], max_bad=1), task).tests
     assert {name: len(split.examples) for name, split in tests.items()} == {"mine": 8, "old": 8}
@@ -142,7 +130,6 @@ def test_bad_rows_of_each_test_table_are_listed_in_a_file_of_their_own(process_g
 
 
 def test_a_diagnostic_set_is_encoded_as_the_task_whose_model_predicts_it(process_group, tmp_path):
-    """With max_bad it had settings of its own: max_length 256, whatever RTE's was."""
     wanted = plan(tmp_path, ["RTE"], ("--RTE.max_length=30",), max_bad=99)
     found = inputs.read_tables(wanted, wanted.tasks[0])
     rows = [row for feature in found.encoded[id(found.tests["AX-b"])] for row in feature.sequences]
@@ -150,11 +137,11 @@ def test_a_diagnostic_set_is_encoded_as_the_task_whose_model_predicts_it(process
 
 
 def test_no_line_of_a_pair_is_left_out_alone(process_group, tmp_path):
-    """Gender parity compares lines 2k and 2k + 1: an AssertionError after the training."""
+    """Gender parity compares lines 2k and 2k + 1."""
     shutil.copytree(SAMPLE, tmp_path / "data")
     file = tmp_path / "data" / "AX-g" / "AX-g.jsonl"
     first, *others = map(json.loads, file.read_text().splitlines())
-    write_rows(file, [first | {"premise": LONG}, *others])
+    write_lines(file, [first | {"premise": LONG}, *others])
     wanted = plan(tmp_path / "out", ["RTE"], ("--RTE.truncation=second",), max_bad=99,
                   data=str(tmp_path / "data"))
     with pytest.raises(UserError, match="(?s)texts do not fit:.*AX-g.jsonl:1: .*--RTE.max_length="):
@@ -193,10 +180,10 @@ def test_head_and_tail_of_a_long_text_are_read():
 def test_a_long_text_is_cut_where_it_is_allowed(tmp_path, how):
     rows = [{"words": LONG, "extra": "b c", "label": "x"}, {"words": "a", "extra": LONG,
                                                             "label": "y"}]
-    task = load_own_task(write_task(tmp_path, "classification", rows, f'truncation = "{how}"'))[0]
-    assert resolve(task, {}).truncation == how
+    split, _ = opened(tmp_path, "classification", rows, settings=f'truncation = "{how}"')
+    assert resolve(split.task, {}).truncation == how
     faults = Faults()
-    features = encode(task, read_split(task, ".", "train").examples, tiny_start().tokenizer,
+    features = encode(split.task, split.examples, tiny_start().tokenizer,
                       max_length=24, window_overlap=8, truncation=how, faults=faults)
     assert [len(feature.sequences[0]) for feature in features] == [24] * len(features)
     lost = {"second": ["1"], "longest_first": []}.get(how, ["2"])
@@ -206,11 +193,9 @@ def test_a_long_text_is_cut_where_it_is_allowed(tmp_path, how):
 
 @pytest.mark.parametrize("how", ["windows_mean", "windows_max"])
 def test_a_long_text_is_read_in_windows_and_nothing_is_cut(tmp_path, how):
-    rows = rows_of("classification")
-    task = load_own_task(write_task(tmp_path, "classification", rows, f'truncation = "{how}"'))[0]
-    start, settings = tiny_start(), resolve(task, {})
-    examples = [dataclasses.replace(example, sequences=((LONG, "b"),)) for example in
-                read_split(task, tmp_path, "train").examples[:2]]
+    rows = [{"words": LONG, "extra": "b", "label": label} for label in "xy"]
+    split, _ = opened(tmp_path, "classification", rows, settings=f'truncation = "{how}"')
+    task, examples, start = split.task, split.examples, tiny_start()
     features = encode(task, examples, start.tokenizer, max_length=24, window_overlap=8,
                       truncation=how)
     first = features[0]
@@ -218,7 +203,7 @@ def test_a_long_text_is_read_in_windows_and_nothing_is_cut(tmp_path, how):
     ids = start.tokenizer.encode(LONG)
     shown = [list(row[1:-3]) for row in first.sequences]  # without [CLS], [SEP] b [SEP]
     assert shown[0] == ids[:len(shown[0])] and shown[-1] == ids[-len(shown[-1]):]
-    model = build_model(task, start, settings, 1).eval()
+    model = build_model(task, start, resolve(task, {}), 1).eval()
     torch.nn.init.constant_(model.head.classifier.bias, -9.0)
     with torch.no_grad():
         whole = model(collate(features)).scores
@@ -229,7 +214,7 @@ def test_a_long_text_is_read_in_windows_and_nothing_is_cut(tmp_path, how):
     assert whole.max() < -8  # nothing but windows is compared
 
 
-def test_a_choice_is_not_read_in_windows(tmp_path):
-    task = load_own_task(write_task(tmp_path, "choice", rows_of("choice")))[0]
-    with pytest.raises(UserError, match="a choice compares whole texts"):
-        resolve(task, {task.name: {"truncation": "windows_max"}})
+def test_only_a_classification_has_weights_of_classes(tmp_path):
+    split, _ = opened(tmp_path, "tags", rows_of("tags", 6), settings='class_weights = "balanced"')
+    with pytest.raises(UserError, match="only a classification with one label"):
+        resolve(split.task, {})

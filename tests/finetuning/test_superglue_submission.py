@@ -1,4 +1,4 @@
-"""The leaderboard zip: a right one passes, and no kind of wrong one does."""
+"""The zips of both leaderboards: a right one passes, and no kind of wrong one does."""
 
 import dataclasses
 import json
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from data_helpers import run_main
 from superglue_helpers import SAMPLE, sample
-from test_metrics_references import task_of
+from test_metrics_references import labeled, task_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.tasks.layouts import Example, TextSpan
-from deberta_ds.tasks.submission import check_zip, render, write_zip
-from deberta_ds.tasks.task import TASKS, task_named
+from deberta_ds.tasks.submission import check_zip, is_label, render, write_zip
+from deberta_ds.tasks.task import GLUE, TASKS, task_named
 
 TESTS = {task.name: sample(task.name, "test").examples for task in TASKS}
 SUBMITTED_FILES = [f"{task.name}.jsonl" for task in TASKS]
@@ -181,13 +181,50 @@ def test_a_partial_zip_must_be_asked_for_by_name(tmp_path):
 
 
 def test_the_command_makes_checks_and_refuses(tmp_path):
-    for name, text in texts().items():
+    for name, text in (texts() | {"CoLA": '{"idx": 0, "label": 1}\n'}).items():
         (tmp_path / f"{name}.jsonl").write_text(text)
-    made = run_main("launch/submit.py", "--run", tmp_path, "--data", SAMPLE, "--any_size", "--zip",
-                    tmp_path / "out.zip")
-    assert "10 files, checked" in made
+    words = ["launch/submit.py", "--run", tmp_path, "--any_size", "--zip", tmp_path / "out.zip"]
+    assert "10 files, checked" in run_main(*words, "--data", SAMPLE)
     with pytest.raises(UserError, match="official BoolQ test has 3245"):
         run_main("launch/submit.py", "--check", tmp_path / "out.zip", "--data", SAMPLE)
+    (tmp_path / "CoLA").mkdir()
+    (tmp_path / "CoLA/test.tsv").write_text("index\tsentence\n0\tBirds sing.\n")
+    others = [task.name for task in GLUE if task.name != "CoLA"]
+    assert "1 files, checked" in run_main(*words, "--suite", "GLUE", "--data", tmp_path,
+                                          "--leave_out", *others)
+
+
+GLUE_TESTS = {task.name: labeled([None] * 3) for task in GLUE}
+
+
+def glue_texts() -> dict[str, str]:
+    return {task.name: render(task, GLUE_TESTS[task.name],
+                              [1.25, 3.0, 0.1] if task.head == "regress" else [0, 1, 1])
+            for task in GLUE}
+
+
+def test_the_zip_of_glue_has_the_leaderboards_files_and_labels(tmp_path):
+    file = tmp_path / "glue.zip"
+    write_zip(file, glue_texts(), GLUE_TESTS, suite="GLUE")
+    check_zip(file, GLUE_TESTS, suite="GLUE")
+    with zipfile.ZipFile(file) as archive:
+        found = {name: archive.read(name).decode() for name in archive.namelist()}
+    assert set(found) == {"AX.tsv", "CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "MRPC.tsv", "QNLI.tsv",
+                          "QQP.tsv", "RTE.tsv", "SST-2.tsv", "STS-B.tsv", "WNLI.tsv"}
+    assert found["CoLA.tsv"] == "index\tprediction\n0\t0\n1\t1\n2\t1\n"
+    assert found["STS-B.tsv"] == "index\tprediction\n0\t1.25\n1\t3.0\n2\t0.1\n"
+    assert found["MNLI-mm.tsv"].splitlines()[1] == "0\tcontradiction"
+    assert found["RTE.tsv"].splitlines()[2] == "1\tentailment"
+
+
+def test_wrong_predictions_of_glue_are_refused(tmp_path):
+    good = glue_texts()
+    for text, message in ((good["RTE"], "prediction must be 0 or 1"),
+                          (good["CoLA"].splitlines()[0] + "\n", "1 predictions, the test set asks"),
+                          ("[]\n", "CoLA.jsonl:1: not a prediction")):
+        with pytest.raises(UserError, match=message):
+            write_zip(tmp_path / "glue.zip", good | {"CoLA": text}, GLUE_TESTS, suite="GLUE")
+    assert not is_label(task_named("STS-B"), "nan")
 
 
 def test_entities_of_characters_are_submitted_as_the_training_table_has_them():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def read_page(tmp_path, *directories, write=run_pages.write_runs):
 
 def test_page_has_every_section_and_its_numbers_equal_the_input(tmp_path):
     records = make_records()
+    records[60:60] = [event(30, 1.0, "resume"), event(30, 1.0, "resume")]
     text, page = read_page(tmp_path, make_run(tmp_path / "demo", records))
     assert page.headings == ["demo", *SECTIONS]
     last = [record for record in records if record["kind"] == "eval"][-1]
@@ -63,12 +65,12 @@ def test_page_has_every_section_and_its_numbers_equal_the_input(tmp_path):
     assert '<dd class="set" title="command line">400</dd>' in text
     assert {0.527, 371.0} <= shown
     assert "&lt;sample&gt;" in text and "<sample>" not in text
-    assert "resumed at step 200" in page.text and text.count('class="mark"') == text.count(
-        '<span class="mark-label"') > 0
+    assert "resumed at step 30 (twice), 200" in page.text
+    assert text.count('class="mark"') == 2 * text.count('<span class="mark-label"') > 0
+    assert ">0s<" not in text and text.count('class="dur"') == 4  # of 5 stages; one has no time
 
 
 def test_a_run_whose_own_objective_was_edited_has_no_page(tmp_path):
-    """It was drawn with the edited file, without a word."""
     own = tmp_path / "own.py"
     own.write_text("from deberta_ds.objectives.rtd import *\n")
     directory = make_run(tmp_path / "demo", make_records())
@@ -110,7 +112,6 @@ def test_runs_side_by_side_say_what_differs_and_which_rows_are_drawn(tmp_path):
 
 
 def test_a_comparison_draws_training_curves_and_held_out_points_of_any_number_of_runs(tmp_path):
-    """Five runs were the most, and training curves were left out where runs were evaluated."""
     young = [record for record in make_records() if record["kind"] != "eval"]
     runs = [make_run(tmp_path / f"{n}", young if n == 10 else None, name=f"run {n}", extras=False)
             for n in range(11)]
@@ -126,33 +127,7 @@ def test_a_comparison_draws_training_curves_and_held_out_points_of_any_number_of
     assert (step, tokens, seconds) == (100, 204_000, 90) and text == f"{value:.3f}"
 
 
-def test_a_live_page_reloads_itself_while_its_run_goes_on(tmp_path):
-    out = tmp_path / "page.html"
-    run = make_run(tmp_path / "run", make_records()[:60], extras=False)
-    with lock.held(run):
-        run_pages.write_runs(out, [run], live_seconds=30)
-        assert '<meta http-equiv="refresh" content="30">' in out.read_text()
-    run_pages.write_runs(out, [run], live_seconds=30)
-    assert "refresh" not in out.read_text()
-
-
-def test_goodput_of_tile_and_bar_is_the_newest_records(tmp_path):
-    """The tile had the largest value that any record of the last step had: that before a save."""
-    parts = {"evaluations_seconds": 0.0, "restarts_seconds": 10.0}
-    records = [{"kind": "train", "step": 10, "seconds": 90.0, "saves_seconds": 0.0, "loss": 1.0,
-                "goodput": 0.9} | parts,
-               event(10, 100.0, "end") | parts | {"saves_seconds": 10.0, "goodput": 90 / 110}]
-    run = read_run(make_run(tmp_path / "run", records, extras=False))
-    tiles = {tile.key: tile for tile in tables.tiles(run, price=36.0)}
-    assert tiles["goodput"].value == 90 / 110
-    assert "steps 81.8%" in run_pages.runs_page([run], [None])
-    # Two ranks for 90 s of training (no record is later) and 10 s of starts.
-    assert tiles["cost"].value == pytest.approx(36.0 * 2 * 100 / 3600)
-    assert "0123456789+" in run_pages.runs_page([run], [None])
-
-
 def test_a_fold_shows_what_was_set_and_no_empty_values(tmp_path):
-    """Previews were the first three keys: "wandb , mlflow" where nothing was set."""
     run = make_run(tmp_path / "run", log={"wandb": "", "mlflow": ""})
     config = json.loads((run / "config.json").read_text())
     config["origins"] = {"log.wandb": "default", "log.mlflow": "default",
@@ -166,7 +141,6 @@ def test_a_fold_shows_what_was_set_and_no_empty_values(tmp_path):
 
 
 def test_minimal_pairs_have_the_color_of_the_network_that_is_scored(tmp_path):
-    """They had the generator's, while the discriminator is scored."""
     for kind, networks in (("rtd", ["second", "main", "main"]), ("mlm", ["main", "main"])):
         run = read_run(make_run(tmp_path / kind, make_records(kind=kind), kind, kind))
         colors = {metric.network: charts.color_of(metric, run) for metric in run.metrics}
@@ -188,15 +162,20 @@ def test_a_run_before_its_first_evaluation(tmp_path):
 
 
 def test_a_run_that_broke_off_is_not_in_progress(tmp_path):
-    """A killed job leaves no last word; only a job that holds the directory is in progress."""
+    """A killed job leaves no last word; only a job that holds the directory is in progress. Then a
+    live page reloads itself."""
     records = make_records()[:60]
     records[-1:] = [event(30, 9.0, "skip"), event(40, 9.0, "skip"), event(41, 9.0, "rollback")]
     run = make_run(tmp_path / "run", records, extras=False)
     text, page = read_page(tmp_path, run)
     assert ">Interrupted</span>" in text and "pill bad" in text
     assert "2 checkpoints saved, 2 updates skipped, 1 rollback" in page.text
+    live = partial(run_pages.write_runs, live_seconds=30)
+    assert 'http-equiv="refresh"' not in read_page(tmp_path, run, write=live)[0]
     with lock.held(run):
-        assert ">In progress</span>" in read_page(tmp_path, run)[0]
+        text, _ = read_page(tmp_path, run, write=live)
+    assert ">In progress</span>" in text
+    assert '<meta http-equiv="refresh" content="30">' in text
     holder = dataclasses.replace(lock.this_process(), started=1)  # a killed one leaves its lock
     (run / lock.NAME).write_text(json.dumps(dataclasses.asdict(holder)))
     assert ">Interrupted</span>" in read_page(tmp_path, run)[0]
@@ -205,59 +184,26 @@ def test_a_run_that_broke_off_is_not_in_progress(tmp_path):
     assert ">Failed</span>" in text and "9 bad steps: <nan>" in page.text
 
 
-def test_finished_is_not_green_when_nothing_was_learned(tmp_path):
-    records = make_records()
-    _, page = read_page(tmp_path, make_run(tmp_path / "good", records))
-    assert "Finished" in page.text and "nothing was learned" not in page.text
-    for record in records:
-        if record["kind"] == "eval":
-            record |= {"generator_accuracy": 0.0541, "discriminator_gain": -0.001, "roc_auc": 0.5,
-                       "average_precision": 0.119, "discriminator_accuracy": 0.881,
-                       "discriminator_loss": 0.37, "minimal_pairs": 0.5}
-    text, page = read_page(tmp_path, make_run(tmp_path / "bad", records))
-    assert "Finished, but nothing was learned" in page.text and 'pill good' not in text
-    partly = make_records()
-    for record in partly:
-        if "discriminator_gain" in record:
-            record["discriminator_gain"] = -0.01
-    text, page = read_page(tmp_path, make_run(tmp_path / "partly", partly))
-    assert "Finished, partly at its baselines" in page.text and 'class="down"' in text
+NOTHING = {"generator_accuracy": 0.0541, "discriminator_gain": -0.001, "roc_auc": 0.5,
+           "average_precision": 0.119, "discriminator_accuracy": 0.881, "discriminator_loss": 0.37,
+           "minimal_pairs": 0.5}
 
 
-def test_noise_below_chance_is_neither_red_nor_held_against_a_run(tmp_path):
-    """44.9 % of 200 minimal pairs made a run that had learned amber."""
-    records = make_records()
-    for pairs, state, tone in ((0.449, "Finished", ""), (0.551, "Finished", ""),
-                               (0.40, "Finished, partly at its baselines", "down")):
-        for record in records:
-            if record["kind"] == "eval":
-                record["minimal_pairs"] = pairs
-        text, _ = read_page(tmp_path, make_run(tmp_path / f"{pairs}", records))
-        assert f">{state}</span>" in text and f'<b class="{tone}" title="{pairs:.1%}">' in text
-
-
-def test_stages_without_a_time_have_a_dash(tmp_path):
-    run = make_run(tmp_path / "run")
-    rows = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps([*rows, rows[0] | {"seconds": 0.0}]))
-    text, _ = read_page(tmp_path, run)
-    assert ">0s<" not in text and text.count('class="dur"') == len(rows)
-
-
-def test_each_resume_is_told_once(tmp_path):
-    records = make_records()
-    records[60:60] = [event(30, 1.0, "resume"), event(30, 1.0, "resume")]
-    _, page = read_page(tmp_path, make_run(tmp_path / "run", records))
-    assert "resumed at step 30 (twice), 200" in page.text
-
-
-def test_training_time_adds_up_over_a_clock_that_restarts(tmp_path):
-    run = read_run(make_run(tmp_path / "demo"))
-    assert run.training_seconds() == pytest.approx(0.9 * 400)
+@pytest.mark.parametrize(("scores", "state", "pill", "shown"), [
+    ({}, "Finished", "good", ""), (NOTHING, "Finished, but nothing was learned", "bad", ""),
+    ({"discriminator_gain": -0.01}, "Finished, partly at its baselines", "wait", 'class="down"'),
+    # Of 200 minimal pairs: noise around chance is neither red nor held against a run.
+    ({"minimal_pairs": 0.449}, "Finished", "good", '<b class="" title="44.9%">'),
+    ({"minimal_pairs": 0.551}, "Finished", "good", '<b class="" title="55.1%">'),
+    ({"minimal_pairs": 0.40}, "Finished, partly at its baselines", "wait",
+     '<b class="down" title="40.0%">')], ids=str)
+def test_finished_is_green_only_if_something_was_learned(tmp_path, scores, state, pill, shown):
+    records = [record | scores if record["kind"] == "eval" else record for record in make_records()]
+    text, _ = read_page(tmp_path, make_run(tmp_path / "run", records))
+    assert f">{state}</span>" in text and f"pill {pill}" in text and shown in text
 
 
 def test_held_out_corpora_are_those_of_the_last_evaluation(tmp_path):
-    """One that a resumed run has no more kept its old scores there."""
     run = read_run(make_run(tmp_path / "demo"))
     for name, record in zip(("old", "new"), run.evals[-2:], strict=True):
         record[f"roc_auc/{name}"] = 0.6
@@ -265,21 +211,20 @@ def test_held_out_corpora_are_those_of_the_last_evaluation(tmp_path):
     assert [row[0].text for row in table.rows] == ["new"] and len(table.head) == 2
 
 
-def test_rank_hours_count_the_ranks_of_each_start(tmp_path):
-    """The ranks of the last start were taken for those of all."""
+def test_time_adds_up_over_a_clock_that_restarts_and_counts_the_ranks_of_each_start(tmp_path):
     records = make_records(resume=200)
     starts = [record for record in records if record.get("event") in ("start", "resume")]
     for record, ranks in zip(starts, (8, 2), strict=True):
         record["world_size"] = ranks
     run = read_run(make_run(tmp_path / "new", records))
-    seconds = run.training_seconds()
-    assert run.rank_seconds() == pytest.approx((8 + 2) * seconds / 2)
+    assert run.training_seconds() == pytest.approx(0.9 * 400)
+    assert run.rank_seconds() == pytest.approx((8 + 2) * 0.9 * 400 / 2)
     assert {tile.key: tile.note for tile in tables.tiles(run)}["seconds"].startswith("2 to 8 ")
 
 
 def test_a_sweep_has_its_scores_curves_seeds_and_matrices(tmp_path):
     sweep = make_sweep(tmp_path / "a")
-    other = make_sweep(tmp_path / "b", model="scratch", tasks=("RTE",))
+    other = make_sweep(tmp_path / "b", model="scratch", names=("RTE",))
     text, page = read_page(tmp_path, sweep, other, write=run_pages.write_sweep)
     assert page.headings == ["60.0%", "Tasks"]
     assert "2 of 8 tasks" in page.text and "median of scratch" in page.text
@@ -296,45 +241,34 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
     zero = dict.fromkeys(("median", "min", "max"), 0.0)
     tasks = {"RTE": {"score": zero, "metrics": {"accuracy": zero}, "baseline": None, "seeds": 2,
                      "failed": 2, "diagnostics": {}}}
-    sweep = make_sweep(tmp_path / "a", tasks=(), **{"runs": runs, "mean": 0.0, "mean_of": 1})
-    whole = json.loads((sweep / "results.json").read_text()) | {"tasks": tasks}
-    (sweep / "results.json").write_text(json.dumps(whole))
+    sweep = make_sweep(tmp_path / "a", runs=runs, tasks=tasks)
     text, page = read_page(tmp_path, sweep, write=run_pages.write_sweep)
     assert "No evaluation was reached" in page.text and "2 of 2" in page.text
 
 
-@pytest.mark.parametrize(
-    "file, content, words",
-    [
-        ("metrics.jsonl", '{"kind": "train", "step": 1}\n{"kind": "tr\n', "metrics.jsonl, line 2"),
-        ("metrics.jsonl", '{"kind": "event", "step": 0, "event": "start"}\n', "no train or eval"),
-        ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": NaN}\n', 'line 1: "loss" must be'),
-        ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": 1e999}\n', '"loss" must be a num'),
-        ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": true}\n', '"loss" must be a numb'),
-        ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 5000), "line 1"),
-        ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 300), "too large a number"),
-        ("metrics.jsonl", '{"kind": "event", "step": 1}\n', 'which "event"'),
-        ("metrics.jsonl", "[" * 100_000, "metrics.jsonl, line 1"),
-        ("metrics.jsonl", "\n\n", "metrics.jsonl, line 1"),
-        ("metrics.jsonl", '{"kind": "event", "step": 0, "event": "start", "world_size": 0}\n'
-                          '{"kind": "train", "step": 1}\n', '"world_size" must be a whole number'),
-        ("config.json", "{", "config.json: not valid JSON"),
-        ("config.json", "[]", "config.json: the file: input should be an object"),
-        ("config.json", '{"run": 1}', "config.json: run: input should be an object"),
-        ("config.json", '{"run": {"objective": {"kind": "rtd"}}}', "run.name: field required"),
-        ("config.json", json.dumps(make_config("demo", "x")), "objective.kind: .*'x' is unknown"),
-        ("config.json", json.dumps(make_config("demo", "rtd", train={
-            "steps": "9", "global_batch_size": 8, "micro_batch_size": 8})
-                                   | {"origins": {"a": 1}}), "run.train.steps: .*origins.a: "),
-        ("config.json", "[" * 100_000, "config.json: not valid JSON"),
-        ("summary.json", '[{"stage": "a"}]', "summary.json: 0.what: field required"),
-        ("summary.json", '[{"stage": "a", "what": "", "result": "", "seconds": NaN}]', "summary"),
-        ("superglue/results.json", '{"tasks": {"RTE": {"score": {"median": 61}}}}',
-         "results.json: tasks.RTE.score.median: "),
-        ("superglue/results.json", '{"tasks": []}', "results.json: tasks: "),
-        ("superglue/results.json", "\xff", "results.json: "),
-    ],
-    ids=str)
+@pytest.mark.parametrize("file, content, words", [
+    ("metrics.jsonl", '{"kind": "train", "step": 1}\n{"kind": "tr\n', "metrics.jsonl, line 2"),
+    ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": NaN}\n', 'line 1: "loss" must be'),
+    ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": 1e999}\n', '"loss" must be a num'),
+    ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": true}\n', '"loss" must be a numb'),
+    ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 5000), "line 1"),
+    ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 300), "too large a number"),
+    ("metrics.jsonl", "[" * 100_000, "metrics.jsonl, line 1"),
+    ("metrics.jsonl", "\n\n", "metrics.jsonl, line 1"),
+    ("config.json", "[]", "config.json: the file: input should be an object"),
+    ("config.json", '{"run": 1}', "config.json: run: input should be an object"),
+    ("config.json", '{"run": {"objective": {"kind": "rtd"}}}', "run.name: field required"),
+    ("config.json", json.dumps(make_config("demo", "x")), "objective.kind: .*'x' is unknown"),
+    ("config.json", json.dumps(make_config("demo", "rtd", train={
+        "steps": "9", "global_batch_size": 8, "micro_batch_size": 8})
+                               | {"origins": {"a": 1}}), "run.train.steps: .*origins.a: "),
+    ("config.json", "[" * 100_000, "config.json: not valid JSON"),
+    ("summary.json", '[{"stage": "a"}]', "summary.json: 0.what: field required"),
+    ("summary.json", '[{"stage": "a", "what": "", "result": "", "seconds": NaN}]', "summary"),
+    ("superglue/results.json", '{"tasks": {"RTE": {"score": {"median": 61}}}}',
+     "results.json: tasks.RTE.score.median: "),
+    ("superglue/results.json", '{"tasks": []}', "results.json: tasks: "),
+    ("superglue/results.json", "\xff", "results.json: ")], ids=str)
 def test_damaged_input_is_named(tmp_path, file, content, words):
     run = make_run(tmp_path / "demo")
     (run / file).write_bytes(content.encode("latin-1"))
@@ -376,9 +310,14 @@ def test_where_the_time_went_is_the_newest_record_and_left_out_where_nothing_say
                event(10, 95.0, "save"),
                event(10, 100.0, "end") | {"saves_seconds": 5.0, "evaluations_seconds": 3.0,
                                           "restarts_seconds": 10.0}]
-    _, page = read_page(tmp_path, make_run(tmp_path / "new", records, extras=False))
+    run = make_run(tmp_path / "new", records, extras=False)
+    text, page = read_page(tmp_path, run)
     assert "Where the time went" in page.headings and "saves 4.5%, 5s" in page.text
-    assert sum(page.values[page.values.index(92.0):][:4]) == 110.0
+    assert sum(page.values[page.values.index(92.0):][:4]) == 110.0 and "0123456789+" in text
+    tiles = {tile.key: tile for tile in tables.tiles(read_run(run), price=36.0)}
+    assert tiles["goodput"].value == 92 / 110
+    # Two ranks for 90 s of training (no record is later) and 10 s of starts.
+    assert tiles["cost"].value == pytest.approx(36.0 * 2 * 100 / 3600)
     for broken in ({"saves_seconds": 200.0}, {"restarts_seconds": -1.0}, {"saves_seconds": None}):
         run = make_run(tmp_path / str(broken), [records[0] | broken], extras=False)
         assert "Where the time went" not in read_page(tmp_path, run)[1].headings

@@ -53,7 +53,7 @@ def hostile_run(directory, text, kind="rtd"):
 
 def hostile_sweep(directory, text):
     shutil.rmtree(directory, ignore_errors=True)
-    make_sweep(directory, model=text, tasks=("RTE", text))
+    make_sweep(directory, model=text, names=("RTE", text))
     path = directory / "results.json"
     whole = json.loads(path.read_text())
     spread = whole["tasks"]["RTE"]["score"]

@@ -1,7 +1,7 @@
-"""launch/finetune.py, ended by SIGKILL: finetune_killed.py STEP SAVES NAN_ROW ARGUMENTS ...
+"""launch/finetune.py, ended by SIGKILL: finetune_killed.py STEP NAN_ROW ARGUMENTS ...
 
-The last rank kills itself before update STEP (-1: it does not). SAVES: after "each" update, or
-"evals". The loss of the training example at NAN_ROW is NaN (-1: of none).
+It saves after each update. The last rank kills itself before update STEP (-1: it does not). The
+loss of the training example at NAN_ROW is NaN (-1: of none).
 """
 
 import math
@@ -16,9 +16,8 @@ import torch
 from deberta_ds.cluster import dist
 from deberta_ds.finetuning import loop
 
-STEP, SAVES, NAN_ROW = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-loop.MOST_OF_TIME = math.inf
-loop.SAVE_SECONDS = 0.0 if SAVES == "each" else math.inf
+STEP, NAN_ROW = int(sys.argv[1]), int(sys.argv[2])
+loop.MOST_OF_TIME, loop.SAVE_SECONDS = math.inf, 0.0
 take_step, collate = loop.train_step, loop.collate
 
 
@@ -35,5 +34,5 @@ def collate_with_nan(features, weights):
 
 
 loop.train_step, loop.collate = step_or_die, collate_with_nan
-sys.argv = sys.argv[:1] + sys.argv[4:]
+sys.argv = sys.argv[:1] + sys.argv[3:]
 runpy.run_path(str(Path(__file__).parents[2] / "launch/finetune.py"), run_name="__main__")
