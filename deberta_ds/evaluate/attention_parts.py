@@ -75,12 +75,12 @@ def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: lis
         stack.callback(backbone.float)
         for attention, found in zip(parts, seen, strict=True):
             stack.enter_context(attention.register_forward_pre_hook(
-                lambda _, inputs, found=found: found.update(inputs=inputs)))
+                lambda _, inputs, found=found: found.update(queries=inputs[0], keys=inputs[1])))
             stack.enter_context(attention.output.register_forward_pre_hook(
                 lambda _, inputs, found=found: found.update(context=inputs[0])))
         backbone(ids_BL, torch.ones_like(ids_BL))
         maps = [one for layer, attention, found in zip(layers, parts, seen, strict=True)
-                for one in _heads_of(attention, layer, heads, *found["inputs"][:2],
+                for one in _heads_of(attention, layer, heads, found["queries"], found["keys"],
                                      found["context"])]
     return [text.strip() or "\u2423" for text in tokenizer.readable(ids)], maps
 

@@ -76,7 +76,9 @@ def open_corpus(directory: str, heldout: str | None, tokenizer: str | None) -> T
     if not is_built and not (Path(directory) / MANIFEST).exists():
         raise UserError(f"{directory}: no {toml_files.BUILT} in it; run data_prep/build.py to its "
                         "end, or give the right directory")
-    data = toml_files.read_built(directory) if is_built else {"sources": [{"path": directory}]}
+    data: dict[str, Any] = {"sources": [{"path": directory}]}
+    if is_built:
+        data = toml_files.read_built(directory)
     data |= {key: path for key, path in (("heldout", heldout), ("tokenizer", tokenizer)) if path}
     train = [read_manifest(source["path"])[0] for source in data["sources"]]
     for key in ("heldout", "tokenizer"):
