@@ -198,9 +198,9 @@ def meet_mpi() -> None:
         raise UserError("an MPI launcher that is not Open MPI, or has not passed MASTER_ADDR to "
                         "several nodes, needs mpi4py to find the ranks, and mpi4py cannot be used "
                         f"({first_line(error)}); build one for the MPI that starts them (pip "
-                        "install --no-binary=mpi4py mpi4py), pass MASTER_ADDR and MASTER_PORT "
-                        "(mpirun -x MASTER_ADDR=...), or start the ranks with deepspeed, torchrun "
-                        "or srun") from error
+                        'install --no-binary=mpi4py "deberta_ds[mpi]"), pass MASTER_ADDR and '
+                        "MASTER_PORT (mpirun -x MASTER_ADDR=...), or start the ranks with "
+                        "deepspeed, torchrun or srun") from error
 
 
 # Does torch see the GPUs of this machine?
