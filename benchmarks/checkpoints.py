@@ -45,8 +45,8 @@ def measure(work: Path, shape: dict, rounds: int) -> dict:
     overrides = [f"--model.{key}={value}" for key, value in shape.items()]
     overrides += ["--objective.kind=mlm", "--train.global_batch_size=2"]
     run, _ = run_config.load(make_run(work), overrides)
-    join_group(run, DEEPSPEED, "benchmark")
-    *_, inputs = open_run(run, DEEPSPEED, "benchmark", "never")
+    *_, ds = join_group(run, DEEPSPEED, "benchmark")
+    *_, inputs = open_run(run, ds, "benchmark", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     micro = next(batches_of(run, inputs, start=0, end=1))
     train_step(model_engine, micro, step=0, seed=0)  # so that the optimizer has its moments
@@ -70,7 +70,7 @@ def measure(work: Path, shape: dict, rounds: int) -> dict:
         saved = time.perf_counter()
         assert not find.problems_of(path)
         verified = time.perf_counter()
-        saved_state.load(model_engine, path)
+        saved_state.load_state(model_engine, path)
         loaded = time.perf_counter()
         rows.append({"save": saved - again, "pause_in_background": begun - started,
                      "whole_in_background": finished - started,

@@ -272,7 +272,7 @@ def _differing(wanted: dict, found: dict) -> str:
 
 
 @torch.no_grad()
-def load(engine, path: str | Path, *, is_other_run: bool = False) -> None:
+def load_state(engine, path: str | Path, *, is_other_run: bool = False) -> None:
     """Write a verified checkpoint into the engine: weights, moments, counters, loss scale, buffers.
 
     Call on every rank. `is_other_run`: of another run, whose steps are not counted: the optimizer's

@@ -122,7 +122,7 @@ class HookedPasses:
     def __init__(self, engine):
         self._engine, self._left = engine, 0
 
-    def begin(self, normalizers: Sums, micro_batches: int) -> None:
+    def begin_step(self, normalizers: Sums, micro_batches: int) -> None:
         """Start an update; `normalizers` as in `objectives.base`."""
         # Of a batch that grows. A smaller micro-batch is a whole one to DeepSpeed, which only adds
         # up its samples wrongly.
@@ -130,7 +130,7 @@ class HookedPasses:
             dist.world_size() * micro_batches * self._engine.train_micro_batch_size_per_gpu())
         self._left = micro_batches
 
-    def run(self, batch: Any, seed: int, forward: Forward, computing: Callable = nullcontext
+    def run_pass(self, batch: Any, seed: int, forward: Forward, computing: Callable = nullcontext
             ) -> tuple[Tensor, Sums]:
         """As `Passes.run`; the last backward pass is made by `hand_over`."""
         engine = self._engine
@@ -169,8 +169,8 @@ class Passes(HookedPasses):
         self._weights: list[int] = []
         self._graphs: dict[tuple, Callable[[Batch], tuple[Tensor, Sums]]] = {}
 
-    def begin(self, normalizers: Sums, micro_batches: int) -> None:
-        super().begin(normalizers, micro_batches)
+    def begin_step(self, normalizers: Sums, micro_batches: int) -> None:
+        super().begin_step(normalizers, micro_batches)
         self._flat.zero_()
         for name, value in normalizers.items():
             self._normalizers[name].copy_(value)
@@ -180,7 +180,7 @@ class Passes(HookedPasses):
             self._graphs.clear()
         self._weights = weights
 
-    def run(self, batch: Batch, seed: int, forward: Forward | None = None,
+    def run_pass(self, batch: Batch, seed: int, forward: Forward | None = None,
             computing: Callable = nullcontext) -> tuple[Tensor, Sums]:
         """Pass a micro-batch forward and backward; return its detached loss and sums.
 

@@ -140,7 +140,7 @@ def restore(job: Job, engine) -> Progress:
     for line in dist.from_main(lambda: set_aside(job.out / RESUME, progress.step)):
         job.say(f"  {line}")
     dist.on_main(lambda: point_best(best))
-    saved_state.load(engine, found.path)
+    saved_state.load_state(engine, found.path)
     job.say(f"{job.task.name} seed {job.seed}: goes on after step {progress.step}, from "
             f"{found.path}")
     if progress.world_size != dist.world_size():
@@ -204,7 +204,7 @@ def _write_best(job: Job, engine, progress: Progress) -> None:
     if not dist.from_main(lambda: (best / MANIFEST).exists()):
         return  # version 0.2.0 has written them
     if progress.step != progress.best_step:
-        saved_state.load(engine, best)
+        saved_state.load_state(engine, best)
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with gathered([parameter]):

@@ -15,7 +15,6 @@ generator's words). The convolution follows the same rule (as transformers does;
 leaves it at PyTorch's default).
 """
 
-import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -28,7 +27,6 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import Trunk
 
-_RANGE = re.compile(r"((?:\w+\.)?layers\.)(\d{1,3})-(\d{1,3})")
 _PARTS = {"words": "embeddings", "positions": "embeddings", "trunk": "embeddings",
           "relative": "relative", "relative_norm": "relative", "convolution": "convolution",
           "layers": "layers"}
@@ -113,25 +111,3 @@ def _place(name: str) -> Place:
     first, _, inside = rest.removeprefix("trunk.encoder.").partition(".")
     return Place(network, _PARTS.get(first, "head"),
                  int(inside.partition(".")[0]) if first == "layers" else -1)
-
-
-def parts_of(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return {part: its parameters} of a model, every part that can be named but ranges."""
-    found: dict[str, set[str]] = {}
-    for name, place in places(names).items():
-        labels = [place.part, *["encoder"] * (place.part in ("relative", "convolution", "layers")),
-                  *[f"layers.{place.layer}"] * (place.layer >= 0)]
-        if place.network:
-            labels += [place.network, *(f"{place.network}.{label}" for label in labels)]
-        for label in labels:
-            found.setdefault(label, set()).add(name)
-    return found
-
-
-def parameters_in(parts: dict[str, set[str]], label: str) -> set[str]:
-    """Return the parameters of a part or a range of layers; none if it is not all there."""
-    layers = _RANGE.fullmatch(label)
-    labels = [label] if not layers else [
-        f"{layers[1]}{number}" for number in range(int(layers[2]), int(layers[3]) + 1)]
-    is_whole = all(one in parts for one in labels)
-    return {name for one in labels for name in parts[one]} if is_whole else set()

@@ -1,5 +1,6 @@
 """RunConfig -> its objective, the model, and which parts of it are trained."""
 
+import re
 from collections.abc import Collection, Iterable
 
 from torch import nn
@@ -8,11 +9,12 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.user_code import is_own, load, short_name
 from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.model.backbone import on_meta, parameters_in, parts_of
+from deberta_ds.model.backbone import on_meta, places
 from deberta_ds.model.encoder import Encoder
 from deberta_ds.objectives import mlm, rtd, rtd_cached
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
 
+_RANGE = re.compile(r"((?:\w+\.)?layers\.)(\d{1,3})-(\d{1,3})")
 # The kinds of config.ObjectiveConfig.
 OBJECTIVES: dict[str, Objective] = {"mlm": mlm, "rtd": rtd, "rtd_cached": rtd_cached}
 
@@ -71,6 +73,28 @@ def held_parameters(run: RunConfig, names: Collection[str]) -> tuple[set[str], s
     named = {name for label in run.train.freeze for name in parameters_in(parts, label)}
     fixed = {"words.weight"} if run.init.embeddings_only else set()
     return (fixed, named - fixed) if run.train.freeze_steps else (fixed | named, set())
+
+
+def parts_of(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return {part: its parameters} of a model, every part that can be named but ranges."""
+    found: dict[str, set[str]] = {}
+    for name, place in places(names).items():
+        labels = [place.part, *["encoder"] * (place.part in ("relative", "convolution", "layers")),
+                  *[f"layers.{place.layer}"] * (place.layer >= 0)]
+        if place.network:
+            labels += [place.network, *(f"{place.network}.{label}" for label in labels)]
+        for label in labels:
+            found.setdefault(label, set()).add(name)
+    return found
+
+
+def parameters_in(parts: dict[str, set[str]], label: str) -> set[str]:
+    """Return the parameters of a part or a range of layers; none if it is not all there."""
+    layers = _RANGE.fullmatch(label)
+    labels = [label] if not layers else [
+        f"{layers[1]}{number}" for number in range(int(layers[2]), int(layers[3]) + 1)]
+    is_whole = all(one in parts for one in labels)
+    return {name for one in labels for name in parts[one]} if is_whole else set()
 
 
 def objective_problems(run: RunConfig, ds: dict) -> list[str]:

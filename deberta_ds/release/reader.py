@@ -95,10 +95,12 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     """
     path = _existing(source)
     if _is_run(path):
-        return _checked(model_files.read_checkpoint(path), path, tokenizer)
-    if _is_ours(path):
-        return _checked(model_files.read_ours(path), path, tokenizer)
-    return read_foreign(path, tokenizer)
+        release = model_files.read_checkpoint(path)
+    elif _is_ours(path):
+        release = model_files.read_ours(path)
+    else:
+        return read_foreign(path, tokenizer)
+    return _checked(release, path, tokenizer, str)
 
 
 def read_foreign(path: Path, tokenizer: str | Path | None = None) -> Release:
@@ -110,7 +112,7 @@ def read_foreign(path: Path, tokenizer: str | Path | None = None) -> Release:
 
 
 def _checked(release: Release, path: Path, tokenizer: str | Path | None,
-             said: Callable[[str], str] = str) -> Release:
+             said: Callable[[str], str]) -> Release:
     """Return a release with its tokenizer and digests; `said` gives the names in its files."""
     networks = release.networks().items()
     for name, network in networks:

@@ -25,7 +25,6 @@ from deberta_ds.config.run_config import FREE_FIELDS, RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.mixture import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.data.rows import Batch, Row, RowDataset, eval_sequences
-from deberta_ds.engine import ds_config
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.engine.state import CheckpointError
 from deberta_ds.files.remote import Cache
@@ -71,9 +70,9 @@ class Inputs:
     sizes: dict[str, int]  # of the model's parameters, in elements
 
 
-def open_inputs(run: RunConfig, ds_values: dict, place: str, step: int = 0) -> Inputs:
+def open_inputs(run: RunConfig, ds: dict, place: str, step: int = 0) -> Inputs:
     """Open all inputs in one phase of all ranks, and check them, for a run that goes on at `step`.
-    UserError on every rank.
+    `ds` is the complete DeepSpeed dict. UserError on every rank.
     """
     def opened() -> Known:
         known: Known = {}  # in the order of the fields of Inputs
@@ -91,8 +90,7 @@ def open_inputs(run: RunConfig, ds_values: dict, place: str, step: int = 0) -> I
     dist.check_alike({f"content hash of {name}": digest for name, digest in identity.items()})
     tokenizer, pairs, dataset, held_out, *_ = (one.value for one in known.values())
     return Inputs(tokenizer, pairs, dataset, held_out, identity,
-                  [line for one in known.values() for line in one.lines],
-                  ds_config.resolve(run, ds_values, dist.world_size()),
+                  [line for one in known.values() for line in one.lines], ds,
                   parameter_sizes(run))
 
 

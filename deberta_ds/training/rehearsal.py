@@ -162,8 +162,9 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Where it would go on from a checkpoint, that is verified; the micro-batch sees random weights.
     Raises UserError, on every rank, also if the loss or a gradient is not finite.
     """
-    warnings, kernels = join_group(run, ds_values, place, {"--resume": resume, "--check": True})
-    found, record, inputs = open_run(run, ds_values, place, resume)
+    warnings, kernels, ds = join_group(
+        run, ds_values, place, {"--resume": resume, "--check": True})
+    found, record, inputs = open_run(run, ds, place, resume)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins, kernels)))
     lines = preflight(engine.local_device(), socket.gethostname())

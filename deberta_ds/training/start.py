@@ -68,12 +68,13 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
 
     Raises UserError, on every rank.
     """
-    warnings, kernels = join_group(run, ds_values, place, {"--resume": resume, "--check": False})
+    warnings, kernels, ds = join_group(
+        run, ds_values, place, {"--resume": resume, "--check": False})
     stop_request = signals.listen()  # before, a signal ends the process
     stop_request.leave = partial(_leave, run.out_dir)
     with lock.held(run.out_dir):
         watchdog.join()
-        found, record, inputs = open_run(run, ds_values, place, resume)
+        found, record, inputs = open_run(run, ds, place, resume)
         if run.train.upload:
             dist.on_main(lambda: check_owner(run.out_dir, run.train.upload, resume, claims=True))
         lines = [*describe(run, inputs, origins, kernels), *warnings, *found.warnings]
@@ -109,9 +110,9 @@ def _leave(out_dir: str) -> None:
 
 
 def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any] | None = None
-               ) -> tuple[list[str], dict[str, dict[str, str]]]:
+               ) -> tuple[list[str], dict[str, dict[str, str]], dict]:
     """Join the process group, check what can be checked without the inputs; return (warnings,
-    `kernel_choices`).
+    `kernel_choices`, the complete DeepSpeed dict).
 
     `ds_values` is a DeepSpeed JSON, `place` names the run file in errors; `asked`: what else was
     asked on the command line. Raises UserError, on every rank.
@@ -120,12 +121,12 @@ def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any
     join(run_config.to_dict(run) | (asked or {}) | {
         "DeepSpeed JSON": ds_values, "out_dir, absolute": os.path.abspath(run.out_dir)})
     kernels = agreed_kernels(partial(kernel_choices, run.model, ds_values))
-    dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))
+    ds = dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))
     if local_device().type == "cpu":
         cpu.use_onednn()
     elif run.train.tf32:
         torch.set_float32_matmul_precision("high")
-    return warnings, kernels
+    return warnings, kernels, ds
 
 
 def join(asked: dict[str, Any]) -> torch.device:
@@ -161,15 +162,18 @@ def versions() -> dict[str, str]:
     return {"deberta_ds": __version__, "python": platform.python_version()} | found
 
 
-def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
-    """Raise ConfigError with every cross problem of a run, but for those of its inputs."""
+def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> dict:
+    """Return the complete DeepSpeed dict of a run. Raises ConfigError with every cross problem,
+    but for those of its inputs.
+    """
     problems = [*user_code.problems(run), *objective_problems(run, ds)]
     if run.train.best_metric or run.train.patience:
         problems += best.problems(run)
     if run.init.embeddings_only and run.init.source.startswith(RANDOM):
         problems.append("init.embeddings_only needs weights; leave random: out of init.from")
+    complete = {}
     try:
-        ds_config.resolve(run, ds, world_size)
+        complete = ds_config.resolve(run, ds, world_size)
     except ConfigError as error:
         problems.append(str(error))
     model, train, optim = run.model, run.train, run.optim
@@ -190,9 +194,10 @@ def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> None:
     if train.cuda_graph == "on" and (found := passes.graph_obstacle(run, ds, engine.device_type())):
         problems.append(f"train.cuda_graph = 'on': {found}; or write train.cuda_graph = \"auto\"")
     raise_problems(place, problems)
+    return complete
 
 
-def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
+def open_run(run: RunConfig, ds: dict, place: str, resume: str
              ) -> tuple[find.Found, RunRecord | None, Inputs]:
     """Find where the run goes on, open its inputs and check them; the group is joined.
 
@@ -202,7 +207,7 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     dist.on_main(lambda: check_link(run))
     found = find.find(run.out_dir, resume)
     record = dist.together(lambda: read_run_record(found.path) if found.path else None)
-    inputs = open_inputs(run, ds_values, place, record.step if record else 0)
+    inputs = open_inputs(run, ds, place, record.step if record else 0)
     if record:
         lines = check_identity(run, inputs.identity, record, str(found.path))
         found = replace(found, warnings=(*found.warnings, *lines))
@@ -296,7 +301,7 @@ def restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord
             model_engine, log: RunLog) -> None:
     """Load the checkpoint that was found into the engine, and say what differs."""
     assert found.path is not None  # where `record` is from
-    saved_state.load(model_engine, found.path)
+    saved_state.load_state(model_engine, found.path)
     if change := find.layout_changes(record, inputs.ds):
         log.info(f"resumed in another layout: {change}")
     mask, others = run.objective.mask, []
@@ -341,7 +346,7 @@ def take_moments(run: RunConfig, inputs: Inputs, model_engine) -> Path:
     if problems := find.problems_of(path):
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}")
     try:
-        saved_state.load(model_engine, path, is_other_run=True)
+        saved_state.load_state(model_engine, path, is_other_run=True)
     except UserError as error:
         raise CheckpointError(f"init.moments = true: {error}; leave init.moments out") from None
     return path

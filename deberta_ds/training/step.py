@@ -167,9 +167,9 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
     seeds = [seed_of(seed, step, micro_step, dist.rank()) for micro_step in range(len(batches))]
     totals: Sums = {}
     whole_loss, asked = (_number(value, engine.device) for value in (0.0, float(request)))
-    engine.passes.begin(normalizers, len(batches))
+    engine.passes.begin_step(normalizers, len(batches))
     for batch, number in zip(batches, seeds, strict=True):
-        loss, sums = engine.passes.run(batch, number, forward,
+        loss, sums = engine.passes.run_pass(batch, number, forward,
                                        meter.computing if meter else nullcontext)
         whole_loss += loss / (dist.world_size() * len(batches))
         for name, value in sums.items():
@@ -243,7 +243,7 @@ class BadSteps:
         detail = f"no update: {problem}"
         if train.on_spike == "rollback":
             path = self._checkpoint(step, problem)
-            saved_state.load(self._engine, path)
+            saved_state.load_state(self._engine, path)
             self.spikes = SpikeRule(train.spike_sigmas, dist.together(
                 lambda: read_run_record(path)).recent_losses)
             detail = f"weights and optimizer of {path}: {problem}"

@@ -97,7 +97,7 @@ def test_a_restore_writes_moments_counters_and_the_loss_scale_of_all(monkeypatch
     monkeypatch.setattr(saved_state, "write_loss_scale", lambda engine, saved: done.append(saved))
     monkeypatch.setattr(saved_state.dist, "barrier", lambda: done.append("barrier"))
     engine = SimpleNamespace(module=torch.nn.Module())
-    saved_state.load(engine, "x")
+    saved_state.load_state(engine, "x")
     assert done == [{"cur_scale": 8.0}, "barrier"]  # nobody goes on while a file is read
     assert engine.global_steps == 3 and flats[0].weights.tolist() == [1, 1, 2, 2]
     entries = [state[flat.weights] for flat in flats]
@@ -105,7 +105,7 @@ def test_a_restore_writes_moments_counters_and_the_loss_scale_of_all(monkeypatch
     entries[0]["step"] += 1  # in place, as AdamW counts
     assert [float(entry["step"]) for entry in entries] == [4.0, 3.0]
     del engine.global_steps
-    saved_state.load(engine, "x", is_other_run=True)
+    saved_state.load_state(engine, "x", is_other_run=True)
     assert not hasattr(engine, "global_steps")
 
 

@@ -132,13 +132,13 @@ def test_a_card_that_refuses_the_graph_trains_without_it(monkeypatch, caplog, mo
         train_micro_batch_size_per_gpu=lambda: 3), mode)
     batch = collate([Row(number, *[np.zeros(4, np.int64)] * 4) for number in range(3)])
     ones = torch.ones(())
-    mine.begin({"targets": ones, "tokens": ones}, 2)
+    mine.begin_step({"targets": ones, "tokens": ones}, 2)
     if mode == "on":
         with pytest.raises(UserError, match="cuda_graph = 'on': operation not permitted.*\"off\""):
-            mine.run(batch, seed=1)
+            mine.run_pass(batch, seed=1)
         return
     with caplog.at_level("INFO", "deberta_ds"):
-        losses = [float(mine.run(batch, seed=1)[0]) for _ in range(2)]
+        losses = [float(mine.run_pass(batch, seed=1)[0]) for _ in range(2)]
     assert losses == [3.0, 3.0] and mine._flat.tolist() == [0.0, 1.0, 2.0]
     line, = caplog.records  # once
     assert line.levelname == "WARNING" and "not permitted when stream is capturing" in line.message
@@ -153,5 +153,5 @@ def test_torchs_own_dropout_is_a_function_of_the_seed():
 
     mine = passes.Passes(SimpleNamespace(module=Model(30, 30), device=torch.device("cpu")), "off")
     batch = collate([Row(0, *[np.zeros(4, np.int64)] * 4)])
-    losses = [float(mine.run(batch, seed)[0]) for seed in (1, 2, 1)]
+    losses = [float(mine.run_pass(batch, seed)[0]) for seed in (1, 2, 1)]
     assert losses[0] == losses[2] != losses[1]

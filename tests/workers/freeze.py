@@ -34,7 +34,7 @@ def train(run, inputs, kind: str, out: Path, start: int, saves: tuple[int, ...] 
     ds = ds_config.resolve(run, restore.deepspeed_dict(kind, out), dist.world_size())
     model_engine = engine.build_pretraining_engine(run, ds, inputs.tokenizer.size)
     if start:
-        saved_state.load(model_engine, find.path_of(out / f"{start}", 2))
+        saved_state.load_state(model_engine, find.path_of(out / f"{start}", 2))
     losses, steps = [], run.train.steps
     batches = batches_of(run, inputs, start=start, end=steps)
     for step in range(start, steps):
@@ -54,8 +54,8 @@ def train(run, inputs, kind: str, out: Path, start: int, saves: tuple[int, ...] 
 
 def main() -> None:
     run, directory = run_config.load(sys.argv[1])[0], Path(sys.argv[2])
-    join_group(run, {}, "test")
-    *_, inputs = open_run(run, {}, "test", "never")
+    *_, ds = join_group(run, {}, "test")
+    *_, inputs = open_run(run, ds, "test", "never")
     found = {}
     for name, kind, saves in RUNS:
         one = dataclasses.replace(run, train=dataclasses.replace(

@@ -27,8 +27,8 @@ BAD = "generator.head.dense.weight"
 
 
 def climb(run, ds_values: dict) -> dict:
-    join_group(run, ds_values, "test")
-    *_, inputs = open_run(run, ds_values, "test", "never")
+    *_, ds = join_group(run, ds_values, "test")
+    *_, inputs = open_run(run, ds, "test", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     train = run.train
     batches = batches_of(run, inputs, start=0, end=4)

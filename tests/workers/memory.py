@@ -49,7 +49,7 @@ def measure(run, stage: int) -> dict:
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1_000_000}
     ds = {"zero_optimization": zero, "bf16": {"enabled": stage > 0}}
-    join_group(run, ds, "test")
+    *_, ds = join_group(run, ds, "test")
     *_, inputs = open_run(run, ds, "test", "never")
     batches = batches_of(run, inputs, start=0, end=2)
 

@@ -26,8 +26,8 @@ STEPS = 3
 
 
 def train(run, ds_values: dict, way: str) -> tuple:
-    join_group(run, ds_values, "test")
-    *_, inputs = open_run(run, ds_values, "test", "never")
+    *_, ds = join_group(run, ds_values, "test")
+    *_, inputs = open_run(run, ds, "test", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     model_engine.passes = passes.HookedPasses(model_engine)
     if way != "hooks":

@@ -71,8 +71,8 @@ def deepspeed_dict(kind: str, directory: Path) -> dict:
 
 def build(run, kind: str, directory: Path):
     ds_values = deepspeed_dict(kind, directory)
-    join_group(run, ds_values, "test")
-    *_, inputs = open_run(run, ds_values, "test", "never")
+    *_, ds = join_group(run, ds_values, "test")
+    *_, inputs = open_run(run, ds, "test", "never")
     return inputs, engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
 
 
@@ -117,7 +117,7 @@ def load(run, directory: Path, kinds: tuple[str, ...]) -> None:
                                            or saved == loaded):
                 continue
             with watch():
-                saved_state.load(model_engine, find.find(source.parent.parent, "auto").path)
+                saved_state.load_state(model_engine, find.find(source.parent.parent, "auto").path)
             watch = nullcontext if not is_full else watch
             check_settings(model_engine)
             write(model_engine, run, inputs.ds, again)

@@ -94,7 +94,7 @@ def measure(run, case: dict) -> dict:
     zero = {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     ds = {"zero_optimization": zero | case.get("zero", {}), "bf16": {"enabled": stage > 0}}
     ds |= case.get("ds", {})
-    join_group(run, ds, "test")
+    *_, ds = join_group(run, ds, "test")
     *_, inputs = open_run(run, ds, "test", "never")
     batches = batches_of(run, inputs, start=0, end=2)
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)

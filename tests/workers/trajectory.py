@@ -20,8 +20,8 @@ from deberta_ds.training.step import train_step
 
 def trajectory(run, ds_values: dict) -> dict:
     """Return {"generator", "discriminator": losses, "words", "delta": final tables}."""
-    join_group(run, ds_values, "test")
-    *_, inputs = open_run(run, ds_values, "test", "never")
+    *_, ds = join_group(run, ds_values, "test")
+    *_, inputs = open_run(run, ds, "test", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     train = run.train
     batches = batches_of(run, inputs, start=0, end=train.steps)
