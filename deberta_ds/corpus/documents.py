@@ -68,7 +68,7 @@ class ReadOptions:
 class Extent:
     """Part of one input: bytes [start, end), or row groups of parquet, or one shard of a stream.
 
-    `state` changes when the input does: its content (identity.py), or what a remote file system
+    `state` changes when the input does: its content (units.py), or what a remote file system
     says. `stamp` of a local file: how it looked when the work was planned. `read`: how it is read,
     where work units of several corpora are read in ways of their own.
     """
