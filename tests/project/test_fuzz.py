@@ -24,7 +24,7 @@ WRITERS = {  # every command that writes: what it writes first
                              "pytorch_model.bin"),
     "finetune": (Command("launch/finetune.py", (
         "--task", "CB", "--model", "hf", "--data", "superglue", "--any_size", "--out", "new",
-        "--all.epochs=1", "--all.max_length=64")), "new/CB/seed-1/"),
+        "--all.epochs=1", "--all.max_length=64")), "/spm.model: "),
     "report": (Command("launch/report.py", ("--run", "out", "--out", "new")), "new"),
     "train tokenizer": (Command("data_prep/train_tokenizer.py", (
         "train.jsonl", "--vocab_size", "400", "--out", "new")), ".tsv"),
