@@ -186,7 +186,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_allgather_sequential": True}
     phases = [(start, "open_inputs", "start-up"), (find, "find", "find and verify"),
-              (engine, "build_pretraining_engine", "build"), (saved_state, "load", "resume"),
+              (engine, "build_pretraining_engine", "build"), (saved_state, "load_state", "resume"),
               (loop, "train_step", "step"), (loop, "evaluate", "evaluation"),
               (loop, "begin_save", "save"), (loop, "finish_save", "save, delete the old one")]
     started = time.process_time()

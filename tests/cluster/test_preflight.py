@@ -151,10 +151,11 @@ def test_scores_on_a_gpu_that_torch_cannot_use_are_an_error(monkeypatch, script,
         command(*arguments)
 
 
-# A shell has its background jobs ignore Ctrl-C, and so would this one.
+# A shell has its background jobs ignore Ctrl-C, some a TERM too, and so would this one.
 CODE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 from deberta_ds.cluster import dist
 dist.WAIT_SECONDS = 0.2
 from deberta_ds.engine import engine

@@ -115,12 +115,12 @@ def test_workers_ignore_what_asks_a_run_to_stop_and_say_what_ended_them(dataset)
 
 def test_workers_are_children_of_the_rank_where_pythons_default_is_a_fork_server(dataset):
     """As of Python 3.14: then they would die with the server, not with the rank."""
-    usual = multiprocessing.get_start_method()
+    usual, before = multiprocessing.get_start_method(), set(multiprocessing.active_children())
     multiprocessing.set_start_method("forkserver", force=True)
     try:
         loader = one_rank(dataset, Phase(0, 4, 4))
         next(loader)
-        worker, = multiprocessing.active_children()
+        worker, = set(multiprocessing.active_children()) - before
         assert psutil.Process(worker.pid).ppid() == os.getpid()
         assert len(list(loader)) == 3
     finally:

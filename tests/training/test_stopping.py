@@ -100,7 +100,7 @@ def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeyp
     """With one good step between bad ones it threw away every step that it had trained."""
     path, loaded = Path("out/checkpoints/step-00000100"), []
     monkeypatch.setattr(steps.find, "find", lambda *_: steps.find.Found(path))
-    monkeypatch.setattr(steps.saved_state, "load", lambda engine, path: loaded.append(path))
+    monkeypatch.setattr(steps.saved_state, "load_state", lambda engine, path: loaded.append(path))
     monkeypatch.setattr(steps, "read_run_record",
                         lambda path: SimpleNamespace(recent_losses=[2.0, 3.0]))
     train = TrainConfig(on_spike="rollback", spike_sigmas=3.0, global_batch_size=8,
