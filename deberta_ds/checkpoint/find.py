@@ -201,13 +201,15 @@ def find(out_dir: str | Path, resume: str) -> Found:
             whole = path
             break
         skipped.append(f"{path}: {listed(problems)}")
-    if not whole and begun_from:
-        if of_a_run := dist.from_main(lambda: list_finished(place)):
-            raise CheckpointError(f"{resume}: is a run; name a checkpoint, such as {of_a_run[-1]}")
-        raise CheckpointError(f"{resume}: not a whole checkpoint: {listed(problems)}")
-    if not whole and dist.from_main(lambda: list_finished(out_dir)):
-        raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(skipped)
-                              + "\n  delete them to start from step 0")
+    else:
+        if begun_from:
+            if of_a_run := dist.from_main(lambda: list_finished(place)):
+                raise CheckpointError(
+                    f"{resume}: is a run; name a checkpoint, such as {of_a_run[-1]}")
+            raise CheckpointError(f"{resume}: not a whole checkpoint: {listed(problems)}")
+        if dist.from_main(lambda: list_finished(out_dir)):
+            raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(skipped)
+                                  + "\n  delete them to start from step 0")
     said = dist.from_main(lambda: whole and _recorded(whole, "begun_from"))
     return Found(whole, tuple(f"WARNING: checkpoint skipped: {line}" for line in skipped),
                  begun_from or said or "")

@@ -1,13 +1,5 @@
 """The model that is fine-tuned and exported, token embedding and encoder; and of any model the
-parameters: first values, number, and parts by name, which `train.freeze` and `optim.layer_decay`
-speak of.
-
-    embeddings    token embeddings (generator's table and delta), positions, the input's norm
-    encoder       relative (the relative table and its norm), convolution and layers
-    layers        every layer; layers.3: one; layers.0-5: six
-    head          the rest
-A network's name is a part too, alone or in front of one: generator, discriminator.layers.0-5. A
-table that two networks share belongs to neither.
+parameters: first values, number, and by their names where they lie.
 
 Source of the first values: microsoft/DeBERTa init_weights: N(0, init_std) for matrices and tables,
 zero biases, unit norms; a discriminator's delta table starts at zero (GDES: it begins with the

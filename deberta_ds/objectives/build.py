@@ -1,4 +1,12 @@
-"""RunConfig -> its objective, the model, and which parts of it are trained."""
+"""RunConfig -> its objective, the model, and which parts of it are trained. These are named:
+
+    embeddings    token embeddings (generator's table and delta), positions, the input's norm
+    encoder       relative (the relative table and its norm), convolution and layers
+    layers        every layer; layers.3: one; layers.0-5: six
+    head          the rest
+A network's name is a part too, alone or in front of one: generator, discriminator.layers.0-5. A
+table that two networks share belongs to neither.
+"""
 
 import re
 from collections.abc import Collection, Iterable

@@ -20,6 +20,7 @@ _TOLD = {"save": ("checkpoint saved", "checkpoints saved"),
          "overflow": ("fp16 overflow", "fp16 overflows")}
 _NUMBER = re.compile(r"(?<![\w-])([+−-]?\d[\d,]*(?:\.\d+)?\s?%?)")
 MAX_EVAL_ROWS = 12
+MAX_DIFFERENCES = 40
 _LARGEST_READABLE = 10**15  # whole numbers beyond stand for "never"
 
 
@@ -83,10 +84,12 @@ def differences(runs: list[Run]) -> Table | None:
     if not keys:
         return None
     rows = [[Cell(key, kind="what"), *(Cell(_plain(values.get(key, "–")), kind="code")
-                                       for values in flat)] for key in keys]
+                                       for values in flat)] for key in keys[:MAX_DIFFERENCES]]
     head = [Cell("Setting", kind=""), *(Cell(run.name, kind="", color=f"run{n}")
                                         for n, run in enumerate(runs))]
-    return Table("What differs", "The settings in which these runs are not alike.", head, rows)
+    more = len(keys) - MAX_DIFFERENCES
+    return Table("What differs", "The settings in which these runs are not alike"
+                 + (f"; {more} more are not shown." if more > 0 else "."), head, rows)
 
 
 def evaluation(run: Run) -> Table | None:

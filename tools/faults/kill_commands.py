@@ -40,7 +40,7 @@ from s3_server import s3_bucket  # noqa: E402
 
 from deberta_ds.checkpoint.find import (  # noqa: E402
     list_finished,
-    local_copy,  # noqa: E402
+    local_copy,
     problems_of,
     step_of,
 )
