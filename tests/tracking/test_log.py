@@ -157,6 +157,7 @@ def test_tensorboard_gets_every_number_and_hides_what_the_resume_cut(tmp_path):
     log = RunLog(tmp_path, True, stream=io.StringIO())
     write_run(log, 1, 4)
     log.close()
+    time.sleep(1)  # event files are read in the order of their names, which have whole seconds
     resumed = RunLog(tmp_path, True, stream=io.StringIO())
     resumed.truncate(2)
     resumed.metrics(train_record(3, loss=1.0))
