@@ -159,6 +159,8 @@ _TAKES = {
     "optim.name": ("groups", "optim"),
     "objective.mask.selection": ("ids", "starts", "lengths", "budget", "rng"),
     "evaluate.metrics": ("total", "per_token"),
+    "train.after_update": ("optimizer", "step"),
+    "train.after_save": ("directory", "step"),
     "log.callbacks": ("record",),
 }
 
@@ -171,7 +173,7 @@ def function(key: str, value: str) -> Callable:
 def problems(run: Any) -> list[str]:
     """Return what is wrong with a run's functions; its objective says so by itself."""
     found = []
-    for key, value in (*_functions(run), *(("log.callbacks", one) for one in run.log.callbacks)):
+    for key, value in (*_functions(run), *_listeners(run)):
         try:
             function(key, value)
         except UserError as error:
@@ -191,7 +193,7 @@ def check_same(run: Any, known: Mapping[str, str], place: str) -> None:
     """Raise UserError if code of one's own that decides what a model computes or is scored by is
     not what it was when the checkpoint at `place` was saved, with the digests `known`.
     """
-    unused = (run.optim.schedule, run.optim.name)  # of training alone
+    unused = (run.optim.schedule, run.optim.name, *run.train.after_update)  # of training alone
     for value, digest in digests(run).items():
         if value not in unused and known.get(value, digest) != digest:
             raise UserError(f"{split(value)[0]}: has changed since {place} was saved (sha256 "
@@ -202,5 +204,12 @@ def check_same(run: Any, known: Mapping[str, str], place: str) -> None:
 def _functions(run: Any) -> list[tuple[str, str]]:
     used = [("optim.schedule", run.optim.schedule), ("optim.name", run.optim.name),
             ("objective.mask.selection", run.objective.mask.selection),
+            *(("train.after_update", value) for value in run.train.after_update),
             *(("evaluate.metrics", value) for value in run.evaluate.metrics)]
     return [(key, value) for key, value in used if is_own(value)]
+
+
+def _listeners(run: Any) -> list[tuple[str, str]]:
+    """Return the functions that change nothing of a run, so that they may be edited on the way."""
+    return [*(("train.after_save", value) for value in run.train.after_save),
+            *(("log.callbacks", value) for value in run.log.callbacks)]

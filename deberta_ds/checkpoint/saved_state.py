@@ -11,6 +11,7 @@ ranks that have what it asks for, and no others.
 import operator
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -174,7 +175,7 @@ class SavedState:
         self.shapes = self.layout.shapes
         try:
             self.counters = {name: operator.index(values["counters"][name]) for name in COUNTERS}
-            self.aliases, self._keys = dict(values["aliases"]), list(values["keys"])
+            self.aliases, self.all_keys = dict(values["aliases"]), list(values["keys"])
             self.loss_scale = dict(values["loss_scale"])
             # {key: parameters that have none}
             self._without = {key: frozenset(names) for key, names in values["without"].items()}
@@ -183,11 +184,13 @@ class SavedState:
                 if found["tensor"] else found["value"] for key, found in values["scalars"].items()}
             shapes = {name: tuple(shape) for name, shape in values["buffers"].items()}
             if not all(isinstance(text, str) for text in
-                       (*self._keys, *self.aliases, *self.aliases.values())):
+                       (*self.all_keys, *self.aliases, *self.aliases.values())):
                 raise ValueError
             if not all(isinstance(value, int | float | None)
                        for value in self.loss_scale.values()):
                 raise ValueError
+            self._frozen = {name for group in self.layout.groups if group.is_frozen
+                            for name in group.names}
             self.opened: dict[int, safe_open] = {}
             self.buffers = {name: self.open(0).get_tensor(_BUFFER + name).reshape(shape)
                             for name, shape in shapes.items()}
@@ -200,7 +203,7 @@ class SavedState:
 
     def state_keys(self, name: str) -> list[str]:
         """Return the optimizer's per-element tensors of a parameter, such as exp_avg."""
-        return [key for key in self._keys if name not in self._without.get(key, ())]
+        return [key for key in self.all_keys if name not in self._without.get(key, ())]
 
     def scalars(self, name: str) -> dict:
         """Return the optimizer's other values of a parameter, such as step."""
@@ -219,9 +222,12 @@ class SavedState:
                                       "older checkpoint") from None
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
-    def read_whole(self, name: str) -> Tensor:
-        """Return a parameter's fp32 weights in its own shape."""
-        return self.read(name, MASTER).float().reshape(self.shapes[name])
+    def read_whole(self, name: str, key: str = MASTER) -> Tensor:
+        """Return a parameter's fp32 weights, or what of the optimizer's state is as large, in its
+        own shape; of a frozen parameter, which has no state, its weights.
+        """
+        key = MASTER if name in self._frozen else key
+        return self.read(name, key).float().reshape(self.shapes[name])
 
     def open(self, rank: int) -> safe_open:
         """Return the opened file of a rank."""
@@ -235,16 +241,18 @@ class SavedState:
         return self.opened[rank]
 
 
-def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
+def load_whole_state(path: str | Path, key: str = MASTER
+                     ) -> tuple[dict[str, torch.Tensor], RunConfig]:
     """Return (all parameters in fp32 on the CPU, the run's config) of a checkpoint directory.
 
     The model of that config is computed as this machine can, whatever the run's machine had. Works
-    for every ZeRO stage, on one rank alone. The files are verified first.
+    for every ZeRO stage, on one rank alone. The files are verified first. `key`: what of the
+    optimizer's state to return in place of the weights.
     """
-    return read_newest(path, _load_whole_state)
+    return read_newest(path, partial(_load_whole_state, key=key))
 
 
-def _load_whole_state(path: Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
+def _load_whole_state(path: Path, key: str) -> tuple[dict[str, torch.Tensor], RunConfig]:
     if problems := problems_read_alone(path):
         others = [step.name for step in list_finished(path.parent.parent) if step != path]
         remedy = f"name another one next to it ({listed(others[::-1])})" if others else \
@@ -254,7 +262,10 @@ def _load_whole_state(path: Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
     run = record.run(path / RUN_FILE)
     user_code.check_same(run, record.content_hashes, str(path))
     state = SavedState(path)
-    whole = {name: state.read_whole(name) for name in state.shapes}
+    if key not in (known := [MASTER, *state.all_keys]):
+        raise CheckpointError(f"{path}: the optimizer's state has no {key!r}; there are "
+                              f"{', '.join(known)}")
+    whole = {name: state.read_whole(name, key) for name in state.shapes}
     whole |= {name: whole[owner] for name, owner in state.aliases.items() if owner in whole}
     whole |= {name: buffer.float() for name, buffer in state.buffers.items()}
     wanted, found = ({name: tuple(tensor.shape) for name, tensor in tensors.items()}

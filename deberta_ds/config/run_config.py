@@ -210,6 +210,12 @@ class TrainConfig:
                                  "deviations is bad; 0: never", 0.0, ge=0, le=1e6)
     stop_after: int = option("save and stop at this step, for example before a time limit; 0: run "
                              "to the end", 0, ge=0, le=1 << 40)
+    after_update: tuple[Annotated[str, OneOfOrOwn()], ...] = option(
+        "functions of one's own; each gets the optimizer and the step after every update, on every "
+        "rank", ())
+    after_save: tuple[Annotated[str, OneOfOrOwn()], ...] = option(
+        "functions of one's own; each gets the directory and the step of every checkpoint that is "
+        "whole, on the first rank", ())
     profile_steps: int = option(f"steps to record with torch.profiler after the first "
                                 f"{PROFILE_AFTER} of a start; 0: none", 0, ge=0, le=100)
     profile_ranks: tuple[int, ...] = option("ranks that write OUT/traces/*-rank-N.json.gz (for "

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from deberta_ds.base import user_code
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.base.files import ReadFile
 from deberta_ds.checkpoint import find
@@ -24,7 +25,7 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig, TrainConfig
 from deberta_ds.engine import engine
 from deberta_ds.engine.optim import learning_rate
-from deberta_ds.engine.state import read_loss_scale
+from deberta_ds.engine.state import base_optimizer, read_loss_scale
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tracking.log import read_metrics
@@ -211,6 +212,9 @@ class Trainer:
         self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files,
                            self.log.info)
         self.stop_request.resumes_from = f"step {self.journal.step:,}"
+        self.after_update, self.after_save = (
+            [user_code.function(f"train.{key}", value) for value in getattr(run.train, key)]
+            for key in ("after_update", "after_save"))
         self.after_step: Callable[[], None] = lambda: None
 
     def run_to_end(self) -> bool:
@@ -300,6 +304,8 @@ class Trainer:
             self.journal.event("overflow", "fp16 gradient overflow: update skipped, the loss scale "
                                "(one for both networks) was lowered",
                                loss_scale=read_loss_scale(self.engine)["cur_scale"])
+        for function in self.after_update if result.updated else ():
+            function(base_optimizer(self.engine), self.journal.step)
         self.bad_steps.accept(result.loss)
         self.journal.count(result)
 
@@ -361,3 +367,7 @@ class Trainer:
         if path:
             self.stop_request.resumes_from = f"step {find.step_of(path):,}"
             self.journal.event("save", str(path))
+            if self.after_save:
+                with self.meters.watchdog.patience():
+                    dist.on_main(lambda: [function(path, find.step_of(path))
+                                          for function in self.after_save])

@@ -191,6 +191,9 @@ def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> dict:
                         f"train.steps = {train.steps}")
     problems += ds_config.problems_on_this_node(ds)
     problems += ds_config.problems_with_optimizer(optim.name, ds)
+    if train.after_update and ds_config.offload_device(ds) == "nvme":
+        problems.append("train.after_update: its functions get weights in memory, and those of "
+                        "offload_optimizer are on NVMe; leave one of the two out")
     if train.cuda_graph == "on" and (found := passes.graph_obstacle(run, ds, engine.device_type())):
         problems.append(f"train.cuda_graph = 'on': {found}; or write train.cuda_graph = \"auto\"")
     raise_problems(place, problems)

@@ -4,9 +4,14 @@ import json
 import shutil
 
 import pytest
-from launching import ROOT, deepspeed_json, losses, make_run, python
+import rank_helpers
+import torch
+from launching import ROOT, deepspeed_json, losses, make_run, options_of, python
 
-from deberta_ds.checkpoint.find import list_finished
+from deberta_ds.checkpoint.find import CheckpointError, list_finished
+from deberta_ds.checkpoint.saved_state import SavedState
+from deberta_ds.release.model_files import read_checkpoint
+from deberta_ds.release.reader import read_release
 from deberta_ds.report.rundata import read_run
 from deberta_ds.tracking.log import read_metrics
 
@@ -51,3 +56,44 @@ def test_all_examples_at_once_and_resumed_bit_identically(tmp_path):
     refused = python(*command, f"--out_dir={tmp_path}/cut", check=False)
     assert refused.returncode and "is of another run" in refused.stderr
     assert f"- {schedule}:inverse_sqrt = sha256" in refused.stderr
+
+
+def test_a_moving_average_is_kept_over_ranks_and_stages_and_checkpoints_are_told(tmp_path):
+    """ZeRO-3 on two ranks, then ZeRO-1 on one; parts thaw on the way."""
+    (tmp_path / "tell.py").write_text(
+        "def tell(directory, step):\n"
+        "    assert (directory / 'manifest.json').exists()\n"
+        f"    print(directory, step, file=open({str(tmp_path / 'told')!r}, 'a'))\n")
+    run = make_run(tmp_path, two_layers=True, steps="6", save_every="1")
+    options = [f"--out_dir={tmp_path}/out", "--train.keep=9", "--train.freeze_steps=2",
+               '--train.freeze=["generator", "discriminator.layers.0"]',
+               f'--train.after_update=["{ROOT}/examples/moving_average.py:update"]',
+               f'--train.after_save=["{tmp_path}/tell.py:tell"]']
+    for ranks, stage, end in ((2, 3, 3), (1, 1, 6)):
+        ds = deepspeed_json(tmp_path / f"ds{stage}.json", stage)
+        rank_helpers.run(ranks, [*options_of(run, ds), *options, f"--train.stop_after={end}"],
+                         tmp_path / "log")
+    steps = [SavedState(path) for path in list_finished(tmp_path / "out")]
+    assert (tmp_path / "told").read_text().split() == [
+        word for step, state in enumerate(steps, 1) for word in (str(state.directory), str(step))]
+    for name in steps[0].shapes:
+        expected = steps[0].read_whole(name).double()
+        for step, state in enumerate(steps, 1):
+            expected += (state.read_whole(name) - expected) * (1 - min(0.999, step / (step + 10)))
+        found = steps[-1].read_whole(name, "average").double()
+        assert torch.allclose(found, expected, rtol=0, atol=1e-7), name
+    python(ROOT / "examples/moving_average.py", tmp_path / "out", tmp_path / "hf")
+    newest, exported = (read_release(tmp_path / name).main.tensors for name in ("out", "hf"))
+    average = read_checkpoint(tmp_path / "out", "average").main.tensors
+    assert all(exported[name].equal(average[name]) for name in newest)
+    assert any(not exported[name].equal(newest[name]) for name in newest)
+    with pytest.raises(CheckpointError, match="has no 'mean'; there are .* average"):
+        read_checkpoint(tmp_path / "out", "mean")
+
+    run = make_run(tmp_path, steps="1", save_every="1")
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    ds = deepspeed_json(tmp_path / "ds.json", 3)
+    ds.write_text(ds.read_text().replace('{"stage"', f'{{"offload_optimizer": {json.dumps(disk)}, '
+                                         '"stage"'))
+    refused = python(ROOT / "launch/pretrain.py", *options_of(run, ds), *options, check=False)
+    assert "train.after_update: its functions get weights in memory" in refused.stderr
