@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -51,6 +51,7 @@ _AGAIN = "copy it again from its source, or make the corpus again"
 @dataclass(frozen=True)
 class _Manifest:
     files: dict[str, tuple[int, str]]  # shard: size and xxh3
+    bad_files: dict[str, str] = field(default_factory=dict)  # input that was left out: why
 
 
 class Origin(NamedTuple):
@@ -117,10 +118,8 @@ def origins_path(corpus: str | Path, name: str) -> Path:
 
 
 def write_origins_manifest(corpus: str | Path, files: Mapping[str, Sequence],
-                           bad_files: Mapping[str, str] | None = None) -> None:
-    """`files`: {shard: [bytes, xxh3]} of those shards that have origins. `bad_files`: {input that
-    was left out: why}.
-    """
+                           bad_files: Mapping[str, str]) -> None:
+    """Write a _Manifest; `files` are those of the shards that have origins."""
     values = {"version": 1, "files": files} | ({"bad_files": bad_files} if bad_files else {})
     text = json.dumps(values, sort_keys=True, indent=1) + "\n"
     write_atomic(Path(corpus) / DIRECTORY / MANIFEST, text)
@@ -134,7 +133,7 @@ class Origins:
         self._corpus = Path(corpus)
         manifest: _Manifest = shards.read_checked(
             self._corpus / DIRECTORY, _Manifest, 1, "no list of documents", _AGAIN)[0]
-        self.files = manifest.files
+        self.files, self.bad_files = manifest.files, manifest.bad_files
         self.table = cache(self._read)
 
     def _read(self, name: str) -> pa.Table:
@@ -268,7 +267,8 @@ def _finish(out: Path, old: shards.Manifest, plans: dict[int, shards.RowsManifes
         "tokens": sum(shard.tokens for shard in left),
         "taken_down": old.counts.get("taken_down", 0) + documents}
     write_origins_manifest(out, {shard.name: result["origins"] or origins.files[shard.name]
-                                 for shard, result in zip(left, kept, strict=True)})
+                                 for shard, result in zip(left, kept, strict=True)},
+                           origins.bad_files)
     new = replace(old, counts=counts, shards=left,
                   labels={label: found for label, found in labels.items() if found[0]})
     content_hash = shards.content_hash_of(new)

@@ -22,6 +22,7 @@ from deberta_ds.corpus.dedup import find_duplicates
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.corpus.filter_rules import FilterRules
 from deberta_ds.corpus.filters import try_filters
+from deberta_ds.corpus.origins import Origins
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.recipe import TokenizerRecipe
 from deberta_ds.corpus.train_tokenizer import train_tokenizer
@@ -168,7 +169,11 @@ def test_a_bad_file_at_a_url_is_left_out(tmp_path):
     (tmp_path / "b.jsonl").write_text("{")
     run_main("data_prep/tokenize_corpus.py", f"file://{tmp_path}/*.jsonl", "--tokenizer",
              tiny_tokenizer().path, "--out", tmp_path / "out", "--skip_bad_files", 1)
-    assert read_manifest(tmp_path / "out")[0].counts["bad_files"] == 1
+    run_main("data_prep/take_down.py", tmp_path / "out", "--out", tmp_path / "less",
+             "--tokenizer", tiny_tokenizer().path, "--document", f"file://{tmp_path}/a.jsonl@0")
+    for made in ("out", "less"):
+        assert read_manifest(tmp_path / made)[0].counts["bad_files"] == 1
+        assert list(Origins(tmp_path / made).bad_files) == [f"file://{tmp_path}/b.jsonl"]
 
 
 def test_a_large_text_file_of_one_document_is_refused_with_the_other_rules(tmp_path):
