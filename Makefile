@@ -20,7 +20,7 @@ demo: setup
 # What tests import is compiled while mypy has the other core, or each worker of pytest does it.
 test: setup
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest --collect-only -q >/dev/null & $(BIN)/mypy deberta_ds && wait
+	$(BIN)/python -m pytest --collect-only -q >/dev/null & $(BIN)/mypy deberta_ds; status=$$?; wait; exit $$status
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
 lint: setup
