@@ -95,9 +95,9 @@ def train(run: str | Path, overrides: Mapping[str, Any] | None = None, *,
     user_code.forget()  # a notebook's may have been edited
     lines = [as_override(key, value) for key, value in (overrides or {}).items()]
     config, origins = run_config.load(run, lines, partial(shape.complete, resume=resume))
-    values = ds_config.load(str(deepspeed_config))
+    ds = ds_config.load(str(deepspeed_config))
     with signals.handlers_kept():
-        code = loop.pretrain(config, values, resume=resume, place=str(run), origins=origins,
+        code = loop.pretrain(config, ds, resume=resume, place=str(run), origins=origins,
                              callbacks=callbacks)
     return TrainingResult(Path(config.out_dir), code == 0)
 

@@ -33,7 +33,7 @@ from deberta_ds.base.files import MANIFEST, cache_directory, parse_json, read_js
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig, from_dict
-from deberta_ds.engine.ds_config import precision, zero_stage
+from deberta_ds.engine.ds_config import DeepSpeedConfig, recorded
 from deberta_ds.engine.state import CheckpointError
 from deberta_ds.files import remote
 from deberta_ds.tracking.log import METRICS_FILE
@@ -94,7 +94,7 @@ def read_run_record(path: str | Path) -> RunRecord:
         with naming(file):
             data = file.read_bytes()
         record = typed(RunRecord, parse_json(data))
-        zero_stage(record.deepspeed), precision(record.deepspeed)
+        recorded(record.deepspeed)
     except UserError as error:
         raise CheckpointError(f"{error}; use an older checkpoint") from None
     except (ValueError, TypeError, AttributeError) as error:
@@ -295,11 +295,10 @@ def _file_problem(file: Path, entry: dict) -> str | None:
     return None
 
 
-def layout_changes(record: RunRecord, ds: dict) -> str:
+def layout_changes(record: RunRecord, ds: DeepSpeedConfig) -> str:
     """Return "2 ranks, ZeRO-3, fp32 -> 1 rank, ..." if a checkpoint's layout differs, or ""."""
-    saved = (f"{counted(record.world_size, 'rank')}, ZeRO-{zero_stage(record.deepspeed)}, "
-             f"{precision(record.deepspeed)}")
-    now = f"{counted(dist.world_size(), 'rank')}, ZeRO-{zero_stage(ds)}, {precision(ds)}"
+    saved, now = (f"{counted(ranks, 'rank')}, ZeRO-{one.stage}, {one.precision}" for ranks, one in (
+        (record.world_size, recorded(record.deepspeed)), (dist.world_size(), ds)))
     return f"{saved} -> {now}" if saved != now else ""
 
 

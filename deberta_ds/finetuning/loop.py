@@ -303,10 +303,8 @@ def build(job: Job, optim: OptimConfig):
     model = build_model(job.task, start, settings, job.seed)
     if saved is not None:
         job.say(f"  {keep_head(model, job.task, saved)}")
-    values = complete(
-        job.deepspeed, rows=micro_rows * accumulation * dist.world_size(),
-        micro_rows=micro_rows, accumulation=accumulation, clip_norm=settings.clip_norm)
-    engine = build_engine(model, optim, values)
+    engine = build_engine(model, optim, complete(
+        job.deepspeed, dist.world_size(), micro_rows, accumulation, settings.clip_norm))
     engine.train()
     return engine
 

@@ -19,7 +19,6 @@ import numpy as np
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import read_json, typed, write_atomic
 from deberta_ds.cluster import dist, lock
-from deberta_ds.engine.ds_config import precision
 from deberta_ds.finetuning.inputs import Job
 from deberta_ds.finetuning.loop import newest, train
 from deberta_ds.finetuning.models import (
@@ -167,7 +166,7 @@ def _predict(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     """
     task, tables = job.task, job.tables
     saved = load_finetuned(job.out / MODEL)
-    model = finetuned_model(saved, job.device, precision(job.deepspeed))
+    model = finetuned_model(saved, job.device, job.deepspeed.precision)
 
     def scores_on(split: Split) -> list[np.ndarray]:
         return score_split(model, split.task, split.examples, tables.encoded[id(split)],

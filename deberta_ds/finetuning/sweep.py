@@ -41,7 +41,7 @@ def run_all(sweep: Sweep) -> list[dict]:
                  for seed in range(1, sweep.num_seeds + 1)]
     dist.check_alike({f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds]
                       for key, value in flatten(
-                          job.identity | {"DeepSpeed JSON": job.deepspeed}).items()})
+                          job.identity | {"DeepSpeed JSON": job.deepspeed.as_dict()}).items()})
     done = dist.together(lambda: [finished(job) is not None for job in jobs])
     dist.check_alike({f"{job.out / RESULT} is there": is_done
                       for job, is_done in zip(jobs, done, strict=True)})

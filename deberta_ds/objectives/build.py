@@ -105,18 +105,18 @@ def parameters_in(parts: dict[str, set[str]], label: str) -> set[str]:
     return {name for one in labels for name in parts[one]} if is_whole else set()
 
 
-def objective_problems(run: RunConfig, ds: dict) -> list[str]:
-    """Return what is wrong with a run's objective, its scores, and what it freezes with a DeepSpeed
-    JSON.
+def objective_problems(run: RunConfig, on_nvme: bool) -> list[str]:
+    """Return what is wrong with a run's objective, its scores, and what it freezes; `on_nvme`: of
+    a state that is offloaded there.
     """
-    found = _freeze_problems(run, ds) if run.train.freeze or run.init.embeddings_only else []
+    found = _freeze_problems(run, on_nvme) if run.train.freeze or run.init.embeddings_only else []
     scores = [metric.key for metric in metrics_of(run)]
     found += [f"evaluate.metrics: {name} is the name of another score; call the function otherwise"
               for name in {name for name in scores if scores.count(name) > 1}]
     return [*found, *objective_of(run).problems(run)]
 
 
-def _freeze_problems(run: RunConfig, ds: dict) -> list[str]:
+def _freeze_problems(run: RunConfig, on_nvme: bool) -> list[str]:
     train, names = run.train, parameter_sizes(run)
     parts, held = parts_of(names), held_parameters(run, names)
     known = [part for part in parts if "layers." not in part]
@@ -130,7 +130,7 @@ def _freeze_problems(run: RunConfig, ds: dict) -> list[str]:
     if train.freeze_steps >= train.steps:
         found.append(f"train.freeze_steps = {train.freeze_steps}: not below train.steps = "
                      f"{train.steps}; leave it out to freeze all along")
-    if held[0] and "nvme" in str(ds.get("zero_optimization")):
+    if held[0] and on_nvme:
         found.append("train.freeze, init.embeddings_only: what is frozen is not saved from NVMe;"
                      ' write "device": "cpu" and no nvme_path in the DeepSpeed JSON')
     return found

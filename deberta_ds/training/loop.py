@@ -24,6 +24,7 @@ from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig, TrainConfig
 from deberta_ds.engine import engine
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.engine.optim import learning_rate
 from deberta_ds.engine.state import base_optimizer, read_loss_scale
 from deberta_ds.model.backbone import count_parameters
@@ -38,7 +39,7 @@ from deberta_ds.training.start import Started, start
 from deberta_ds.training.step import BadStepError, BadSteps, StepResult, train_step
 
 
-def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
+def pretrain(run: RunConfig, ds: DeepSpeedConfig, *, resume: str, place: str,
              origins: dict[str, str], callbacks: Sequence[Callable[[dict], None]] = ()) -> int:
     """Train `run` from its newest checkpoint (or step 0) to its end; call on every rank.
 
@@ -46,7 +47,7 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Returns the exit code: 0, or EXIT_REQUEUE if a signal asked to stop.
     """
     watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds)
-    with watchdog.watch(), start(run, ds_values, resume=resume, place=place, origins=origins,
+    with watchdog.watch(), start(run, ds, resume=resume, place=place, origins=origins,
                                  watchdog=watchdog, callbacks=callbacks) as started:
         stopped = _train(run, started, watchdog)
     return EXIT_REQUEUE if stopped else 0

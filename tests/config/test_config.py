@@ -131,9 +131,9 @@ def test_clipping_is_always_written(run_file, tmp_path):
     run, _ = run_config.load(run_file, ["--optim.clip_norm=0"])
     values = ds_config.load(tmp_path / "ds.json")
     ds = ds_config.resolve(run, values, world_size=2)
-    assert ds["gradient_clipping"] == 0  # DeepSpeed's own default would clip at 1.0
-    assert ds["gradient_accumulation_steps"] == 2 and ds["train_batch_size"] == 8
-    assert ds_config.precision(ds) == "bf16"
+    assert ds.gradient_clipping == 0  # DeepSpeed's own default would clip at 1.0
+    assert ds.gradient_accumulation_steps == 2 and ds.train_batch_size == 8
+    assert ds.precision == "bf16"
 
 
 @pytest.mark.parametrize("value", [

@@ -17,6 +17,7 @@ from test_metrics_references import task_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import lock
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.finetuning import loop, sweep
 from deberta_ds.finetuning.models import (
     build_model,
@@ -95,8 +96,9 @@ def plan(tmp_path, tasks=("CB",), given=QUICK, **changes) -> sweep.Sweep:
     opened = tuple(task_named(task) if isinstance(task, str) else task for task in tasks)
     tables = load(None, given, (*TASK_NAMES, *(task.name for task in opened)))
     found = sweep.Sweep(
-        tasks=opened, num_seeds=2, start=tiny_start(), data=str(SAMPLE), out=tmp_path, deepspeed={},
-        device=torch.device("cpu"), settings=tables, any_size=True, say=lambda text: None)
+        tasks=opened, num_seeds=2, start=tiny_start(), data=str(SAMPLE), out=tmp_path,
+        deepspeed=DeepSpeedConfig(), device=torch.device("cpu"), settings=tables, any_size=True,
+        say=lambda text: None)
     return dataclasses.replace(found, **changes)
 
 

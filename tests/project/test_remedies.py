@@ -141,9 +141,9 @@ def refused(overrides: dict, ds: dict, ranks: int, weights: bool) -> str:
     words = [as_override(key, value) for key, value in overrides.items() if value != "(none)"]
     user_code.forget()
     try:
-        ds_config.check(ds, "ds.json")
+        checked = ds_config.check(ds, "ds.json")
         run, _ = run_config.load("run.toml", words)
-        check_run(run, ds, ranks, "run.toml")
+        check_run(run, checked, ranks, "run.toml")
         raise_problems("run.toml", problems_with_ranks(run.train, ranks, 0))
         learning_rate(run.optim, 0, run.train.steps)
         if weights:
@@ -178,8 +178,11 @@ def tried(words: str) -> tuple[bool, str]:
             else:
                 module, _, function = name.partition(":")
                 called = getattr(importlib.import_module(f"deberta_ds.{module}"), function)
-                printed.write(str(called(*(json.loads(one) if re.match(r"[[{]|\d+$", one)
-                                           else one for one in arguments)))[:500])
+                values = [json.loads(one) if re.match(r"[[{]|\d+$", one) else one
+                          for one in arguments]
+                if module == "engine.passes":
+                    values = [ds_config.DeepSpeedConfig(**values[0])]
+                printed.write(str(called(*values))[:500])
         except Exception as error:
             if (said := user_message(error)) is None:
                 raise
