@@ -89,8 +89,8 @@ def job_of(name: str, options):
 
 
 def run_ours(job, train) -> dict:
+    from deberta_ds.config.optim import learning_rate
     from deberta_ds.engine.engine import init_distributed, set_learning_rate
-    from deberta_ds.engine.optim import learning_rate
     from deberta_ds.finetuning import loop
     from deberta_ds.training.step import train_step
 

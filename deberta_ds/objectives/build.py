@@ -10,6 +10,8 @@ table that two networks share belongs to neither.
 
 import re
 from collections.abc import Collection, Iterable
+from importlib import import_module
+from typing import cast
 
 from torch import nn
 
@@ -19,12 +21,9 @@ from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.model.backbone import on_meta, places
 from deberta_ds.model.encoder import Encoder
-from deberta_ds.objectives import mlm, rtd, rtd_cached
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
 
 _RANGE = re.compile(r"((?:\w+\.)?layers\.)(\d{1,3})-(\d{1,3})")
-# The kinds of config.ObjectiveConfig.
-OBJECTIVES: dict[str, Objective] = {"mlm": mlm, "rtd": rtd, "rtd_cached": rtd_cached}
 
 
 def objective_of(run: RunConfig) -> Objective:
@@ -35,7 +34,7 @@ def objective_of(run: RunConfig) -> Objective:
 def objective_named(kind: str) -> Objective:
     """Return an objective by its kind; UserError for one of one's own that lacks something."""
     if not is_own(kind):
-        return OBJECTIVES[kind]
+        return cast(Objective, import_module(f"deberta_ds.objectives.{kind}"))
     found = load("objective.kind", kind)
     needed = [*Objective.__annotations__, *(name for name in vars(Objective) if name[0] != "_")]
     if missing := [name for name in needed if not hasattr(found, name)]:

@@ -21,12 +21,12 @@ from deberta_ds.checkpoint.find import RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.model import padded_rows
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.config.run_config import FREE_FIELDS, RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.mixture import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.data.rows import Batch, Row, RowDataset, eval_sequences
 from deberta_ds.engine.ds_config import CompleteConfig
-from deberta_ds.engine.optim import learning_rate
 from deberta_ds.engine.state import CheckpointError
 from deberta_ds.files.remote import Cache
 from deberta_ds.objectives.build import objective_of, parameter_sizes

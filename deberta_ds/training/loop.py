@@ -22,10 +22,10 @@ from deberta_ds.checkpoint.save import Save, begin_save, finish_save, is_permane
 from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig, TrainConfig
 from deberta_ds.engine import engine
 from deberta_ds.engine.ds_config import DeepSpeedConfig
-from deberta_ds.engine.optim import learning_rate
 from deberta_ds.engine.state import base_optimizer, read_loss_scale
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.objectives.build import objective_of

@@ -39,7 +39,7 @@ from deberta_ds.objectives.build import held_parameters, metrics_of, objective_p
 from deberta_ds.release.initialize import has_other_tokens, initial_tensors, shape_differences
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking import trackers
-from deberta_ds.tracking.log import RunLog, non_default_texts, trackers_of
+from deberta_ds.tracking.log import RunLog, non_default_texts
 from deberta_ds.training import best, meters
 from deberta_ds.training.inputs import Inputs, check_identity, open_inputs
 
@@ -97,7 +97,7 @@ def start(run: RunConfig, ds: DeepSpeedConfig, *, resume: str, place: str,
 
 
 def _open_log(run: RunConfig, callbacks: Sequence[Callable[[dict], None]]) -> RunLog:
-    track = [*trackers_of(run.log), *map(trackers.callback, callbacks)]
+    track = [*trackers.trackers_of(run.log), *map(trackers.callback, callbacks)]
     return RunLog(run.out_dir, dist.is_main(), metrics=metrics_of(run),
                   total_steps=run.train.steps, track=track)
 

@@ -27,12 +27,12 @@ from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, user_message
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import problems_with_ranks
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.toml_files import as_override, as_toml
 from deberta_ds.corpus.documents import ReadOptions
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.engine import ds_config
-from deberta_ds.engine.optim import learning_rate
 from deberta_ds.finetuning.models import open_start
 from deberta_ds.release.model_files import write_ours
 from deberta_ds.tasks.readers import read_split

@@ -12,11 +12,11 @@ from deberta_ds.base.errors import ConfigError
 from deberta_ds.checkpoint.find import path_of
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import Phase
-from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.config.optim import OptimConfig, learning_rate
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.engine.ds_config import DeepSpeedConfig
-from deberta_ds.engine.optim import layer_shares, learning_rate, thaw_factor
+from deberta_ds.engine.optim import layer_shares, thaw_factor
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import (
     build_model,

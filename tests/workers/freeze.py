@@ -16,8 +16,8 @@ from workers import restore
 from deberta_ds.checkpoint import find, saved_state
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.engine import ds_config, engine
-from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.step import train_step

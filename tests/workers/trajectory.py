@@ -11,8 +11,8 @@ from started import build
 
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.engine import engine
-from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.step import train_step
