@@ -23,7 +23,7 @@ from launching import make_run  # noqa: E402
 
 from deberta_ds.base.files import write_atomic  # noqa: E402
 from deberta_ds.checkpoint import find, save, saved_state  # noqa: E402
-from deberta_ds.checkpoint.find import RunRecord  # noqa: E402
+from deberta_ds.checkpoint.find import Best, RunRecord  # noqa: E402
 from deberta_ds.config import run_config  # noqa: E402
 from deberta_ds.engine import engine  # noqa: E402
 from deberta_ds.engine.ds_config import DeepSpeedConfig  # noqa: E402
@@ -54,7 +54,7 @@ def measure(work: Path, shape: dict, rounds: int) -> dict:
     record = RunRecord(step=1, sequences_seen=2, tokens_seen=0, seconds=0.0, world_size=1,
                        config=run_config.to_dict(run), deepspeed=inputs.ds.as_dict(),
                        content_hashes={}, tokenizer_sha256=inputs.tokenizer.sha256, versions={},
-                       recent_losses=[], since_line={}, time_use={}, best={}, begun_from="")
+                       recent_losses=[], since_line={}, time_use={}, best=Best(), begun_from="")
     parameters = sum(parameter.numel() for parameter in model_engine.module.parameters())
     rows = []
     for number in range(rounds):

@@ -17,11 +17,12 @@ is named by what is listed there (sizes, times, ETags), so what has changed is f
 
 import fcntl
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -36,6 +37,7 @@ from deberta_ds.config.run_config import RunConfig, from_dict
 from deberta_ds.engine.ds_config import DeepSpeedConfig, recorded
 from deberta_ds.engine.state import CheckpointError
 from deberta_ds.files import remote
+from deberta_ds.objectives.base import Metric
 from deberta_ds.tracking.log import METRICS_FILE
 
 DIRECTORY, BEST = "checkpoints", "best"  # in a run's out_dir
@@ -59,6 +61,30 @@ class Found:
     begun_from: str = ""  # the PATH of --resume from which the run began
 
 
+@dataclass
+class Best:
+    """What `train.best_metric` has come to."""
+
+    score: str = ""  # a metric's key; empty: none is looked at
+    scored: str = field(default="", kw_only=True)  # checksum of what it is a score of
+    value: float | None = None
+    step: int = 0
+    without: int = 0  # evaluations since then, none of them better
+
+    def accept(self, metric: Metric, step: int, value: float | None) -> bool:
+        """Take note of an evaluation; return whether it is the best one so far."""
+        if value is not None and math.isfinite(value) and (
+                self.value is None or metric.is_better(value, self.value)):
+            self.value, self.step, self.without = value, step, 0
+            return True
+        self.without += 1
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.score} = {self.value:.6g} at step {self.step:,}" if self.value is not None \
+            else f"{self.score} was never measured"
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """run.json of a checkpoint: where a run was when it was saved, and of what run it is."""
@@ -76,7 +102,7 @@ class RunRecord:
     recent_losses: list[float]  # for the spike rule
     since_line: dict[str, float]  # sums since the last logged line
     time_use: dict[str, float]  # seconds of saves and evaluations
-    best: dict[str, Any]  # training/best.py
+    best: Best
     begun_from: str  # the PATH of --resume from which the run began
 
     def run(self, place: str | Path) -> RunConfig:

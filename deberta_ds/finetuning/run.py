@@ -5,7 +5,6 @@ score is the result. `result.json` is written last: a run with it is skipped, a 
 on from its last checkpoint (loop.py), so a killed sweep continues where it was.
 """
 
-import dataclasses
 import json
 import shutil
 import time
@@ -26,6 +25,7 @@ from deberta_ds.finetuning.models import (
     MODEL,
     RESULT,
     RESUME,
+    Result,
     finetuned_model,
     load_finetuned,
 )
@@ -128,25 +128,11 @@ def _check_same(job: Job, found: dict, place: Path) -> None:
                 f"choose another --out, or delete {job.out} to run it again")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    """What is computed with of a run's result.json, and as what."""
-
-    score: float
-    baseline: float | None
-    failed: bool
-    failure: str
-    metrics: dict[str, float]
-    diagnostics: dict[str, dict[str, float]]
-    history: list[dict[str, float]]
-    tests: dict[str, str] = dataclasses.field(default_factory=dict)  # none of a diverged run
-
-
 def _read_result(path: Path, task: Task) -> dict:
     """Return a result.json; UserError unless it is what `run` or a sweep writes."""
     try:
         result = read_json(path)
-        found = typed(_Result, result)
+        found = typed(Result, result)
         lost = [name for name in task.metrics if name not in found.metrics]
         lost += [f"{table} {name}" for table, values in found.diagnostics.items()
                  for name in metrics_on(task, table) if name not in values]

@@ -3,11 +3,11 @@
 import os
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from deberta_ds.base.numbers import format_count
-from deberta_ds.checkpoint.find import RunRecord
+from deberta_ds.checkpoint.find import Best, RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
@@ -16,7 +16,6 @@ from deberta_ds.engine.engine import gradient_norm
 from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training import meters
-from deberta_ds.training.best import Best
 from deberta_ds.training.meters import Meters, SpeedMeter, TimeUse, WorkMeter, find_slowest
 from deberta_ds.training.start import Started, versions
 from deberta_ds.training.step import BadSteps, StepResult
@@ -138,5 +137,5 @@ class Journal:
             deepspeed=inputs.ds.as_dict(), content_hashes=inputs.identity,
             tokenizer_sha256=inputs.tokenizer.sha256, versions=versions(),
             recent_losses=list(bad_steps.spikes.losses), since_line=self._since_line,
-            time_use=dict(self.meters.time_use.seconds), best=asdict(best),
+            time_use=dict(self.meters.time_use.seconds), best=replace(best),
             begun_from=self._begun_from)

@@ -17,7 +17,7 @@ from deberta_ds.base import user_code
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.base.files import ReadFile
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.find import BEST, RunRecord
+from deberta_ds.checkpoint.find import BEST, Best, RunRecord
 from deberta_ds.checkpoint.save import Save, begin_save, finish_save, is_permanent, point_best
 from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.cluster import dist, lock, signals
@@ -195,10 +195,10 @@ class Trainer:
         self.run, self.inputs, self.engine = run, started.inputs, started.engine
         self.log, self.stop_request = started.log, started.stop_request
         self.objective = objective_of(run)
-        self.best = best.Best(run.train.best_metric, scored="")
+        self.best = Best(run.train.best_metric)
         if run.train.best_metric:
             scored = best.what_is_scored(run, self.inputs.held_out, self.inputs.pairs[0])
-            self.best, note = best.continued(run, record.best if record else {}, scored)
+            self.best, note = best.continued(run, record.best if record else Best(), scored)
             if note:
                 self.log.info(note)
         self.journal = Journal(run, started, watchdog)

@@ -153,12 +153,6 @@ def test_every_key_that_is_taken_is_one_that_deepspeed_reads():
         assert ours.model_fields.keys() <= known, ours
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")),
-                         ids=lambda path: path.stem)
-def test_every_shipped_json_passes(path):
-    ds_config.load(path)
-
-
 @pytest.mark.parametrize("name", engine.MODULE_PARTS)
 def test_a_deepspeed_without_a_part_is_refused_before_anything_starts(name, monkeypatch):
     owner, _, last = f"deepspeed.{name}".rpartition(".")
@@ -212,14 +206,16 @@ def test_every_private_part_that_the_code_uses_is_on_the_list():
 
 
 def test_what_deepspeed_is_given_is_the_run_s(tmp_path):
-    run, _ = run_config.load(make_run(tmp_path, global_batch_size="24", micro_batch_size="3"))
+    run, _ = run_config.load(make_run(tmp_path, global_batch_size="24", micro_batch_size="3"),
+                             ["--optim.clip_norm=0"])
     zero = {"stage": 3, "overlap_comm": None}
     given = ds_config.check({"gradient_clipping": "auto", "zero_optimization": zero}, "ds.json")
     assert given.as_dict() == {"zero_optimization": zero}
     found = ds_config.resolve(run, given, 2)
-    assert {key: getattr(found, key) for key in ds_config.RUN_KEYS} == {
-        "train_batch_size": 24, "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 4, "gradient_clipping": run.optim.clip_norm}
-    assert found.as_dict()["zero_optimization"] == zero
+    assert found.as_dict() == {
+        "zero_optimization": zero, "train_batch_size": 24, "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 4, "gradient_clipping": 0,  # its own default clips at 1.0
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None}
     assert engine.dict_for_deepspeed(found)["zero_optimization"] == zero | {
         "stage3_param_persistence_threshold": 0}

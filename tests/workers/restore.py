@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from started import build
 
 from deberta_ds.checkpoint import find, saved_state
-from deberta_ds.checkpoint.find import RunRecord
+from deberta_ds.checkpoint.find import Best, RunRecord
 from deberta_ds.checkpoint.save import begin_save, finish_save
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.cluster import dist
@@ -90,7 +90,7 @@ def write(model_engine, run, ds: CompleteConfig, out: Path) -> None:
     record = RunRecord(step=2, sequences_seen=0, tokens_seen=0, seconds=0.0,
                        world_size=dist.world_size(), config=run_config.to_dict(run),
                        deepspeed=ds.as_dict(), content_hashes={}, tokenizer_sha256="",
-                       recent_losses=[], since_line={}, time_use={}, begun_from="", best={},
+                       recent_losses=[], since_line={}, time_use={}, begun_from="", best=Best(),
                        versions={})
     finish_save(begin_save(model_engine, out, record, keep=1))
 
