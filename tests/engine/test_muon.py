@@ -13,7 +13,7 @@ from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.config.run_config import OptimConfig, load
 from deberta_ds.engine import engine, optim
-from deberta_ds.engine.ds_config import DeepSpeedConfig, problems_with_optimizer
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.engine.gpus import GPUS
 from deberta_ds.engine.optim import Matrix, Muon, orthogonal
 from deberta_ds.engine.state import MASTER, Piece
@@ -69,13 +69,11 @@ def test_16_bits_will_do():
 def test_offload_is_refused(tmp_path, section, refused):
     """Its matrices would lie in the host's memory; null and "none" are no offload."""
     ds = DeepSpeedConfig(zero_optimization={"stage": 2, "offload_optimizer": section})
-    problems = problems_with_optimizer("muon", ds)
-    assert [text.startswith("optim.name = 'muon'") for text in problems] == [True] * refused
     run, _ = load(make_run(tmp_path, warmup_steps='5\nname = "muon"'))
     both = (lambda: check_run(run, ds, 1, ""),
             lambda: make_plan(run, ds, gpu=GPUS["h100"], gpus=1, nodes=1, mfu=0.4))
     for check in both[:1 + refused]:
-        with pytest.raises(ConfigError, match="or use adamw") if refused else nullcontext():
+        with pytest.raises(ConfigError, match="muon': .*use adamw") if refused else nullcontext():
             check()
 
 
