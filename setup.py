@@ -55,7 +55,7 @@ setup(
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",
         "numpy",
-        "pydantic>=2",
+        "pydantic>=2.10",
         "sentencepiece",
         "safetensors",
         "transformers>=5",

@@ -23,9 +23,10 @@ from launching import make_run  # noqa: E402
 
 from deberta_ds.base.files import write_atomic  # noqa: E402
 from deberta_ds.checkpoint import find, save, saved_state  # noqa: E402
-from deberta_ds.checkpoint.find import RunRecord  # noqa: E402
+from deberta_ds.checkpoint.find import Best, RunRecord  # noqa: E402
 from deberta_ds.config import run_config  # noqa: E402
 from deberta_ds.engine import engine  # noqa: E402
+from deberta_ds.engine.ds_config import DeepSpeedConfig  # noqa: E402
 from deberta_ds.training.inputs import batches_of  # noqa: E402
 from deberta_ds.training.start import join_group, open_run  # noqa: E402
 from deberta_ds.training.step import train_step  # noqa: E402
@@ -38,7 +39,7 @@ SIZES = {
     "184M": {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "intermediate_size": 3072,
              "vocab_size": 128_100},
 }
-DEEPSPEED = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+DEEPSPEED = DeepSpeedConfig(zero_optimization={"stage": 1}, bf16={"enabled": True})
 
 
 def measure(work: Path, shape: dict, rounds: int) -> dict:
@@ -51,8 +52,9 @@ def measure(work: Path, shape: dict, rounds: int) -> dict:
     micro = next(batches_of(run, inputs, start=0, end=1))
     train_step(model_engine, micro, step=0, seed=0)  # so that the optimizer has its moments
     record = RunRecord(step=1, sequences_seen=2, tokens_seen=0, seconds=0.0, world_size=1,
-                       run_config=run_config.to_dict(run), deepspeed=inputs.ds, content_hashes={},
-                       tokenizer_sha256=inputs.tokenizer.sha256)
+                       config=run_config.to_dict(run), deepspeed=inputs.ds.as_dict(),
+                       content_hashes={}, tokenizer_sha256=inputs.tokenizer.sha256, versions={},
+                       recent_losses=[], since_line={}, time_use={}, best=Best(), begun_from="")
     parameters = sum(parameter.numel() for parameter in model_engine.module.parameters())
     rows = []
     for number in range(rounds):

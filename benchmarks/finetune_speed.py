@@ -22,7 +22,6 @@ from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.base.files import write_atomic
 
 WAYS = {"trainer": "random", "trainer, grouped by length": "group_by_length"}
-AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}  # of zero1_autocast_cpu.json
 
 
 def main() -> None:
@@ -67,6 +66,7 @@ def main() -> None:
 
 def job_of(name: str, options):
     """Return (job, train features, val features) of a task in our own terms."""
+    from deberta_ds.engine.ds_config import DeepSpeedConfig
     from deberta_ds.finetuning.inputs import Job, Tables, prepare
     from deberta_ds.finetuning.models import open_start
     from deberta_ds.tasks.readers import read_split
@@ -81,15 +81,16 @@ def job_of(name: str, options):
                   for split in ("train", "val"))
     job = Job(task=task, seed=options.seed, settings=resolve(task, load(None, given, TASK_NAMES)),
               start=open_start(options.model), tables=Tables(train, val), out=Path("."),
-              deepspeed=AUTOCAST if options.bf16 else {}, device=torch.device("cpu"))
+              deepspeed=DeepSpeedConfig(torch_autocast={"enabled": options.bf16}),
+              device=torch.device("cpu"))
     prepare([job])
     rows, val_rows = (job.tables.encoded[id(split)] for split in (train, val))
     return job, rows[: options.train_rows or len(rows)], val_rows
 
 
 def run_ours(job, train) -> dict:
+    from deberta_ds.config.optim import learning_rate
     from deberta_ds.engine.engine import init_distributed, set_learning_rate
-    from deberta_ds.engine.optim import learning_rate
     from deberta_ds.finetuning import loop
     from deberta_ds.training.step import train_step
 

@@ -28,6 +28,7 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine, passes
+from deberta_ds.engine.ds_config import CompleteConfig, load, resolve
 from deberta_ds.model import choose
 from deberta_ds.training import step as training_step
 
@@ -53,15 +54,8 @@ def run_of(name: str, rows: int, micro_batches: int, on_card: bool, graph: str) 
     return replace(run, model=model, objective=objective)
 
 
-def json_of(run: RunConfig) -> dict:
-    rows, accumulation = run.train.micro_batch_size, run.train.global_batch_size
-    return {"train_batch_size": accumulation, "train_micro_batch_size_per_gpu": rows,
-            "gradient_accumulation_steps": accumulation // rows, "gradient_clipping": 1.0,
-            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": None, "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 1, "overlap_comm": False,
-                                  "reduce_bucket_size": 50_000_000,
-                                  "allgather_bucket_size": 50_000_000}}
+def json_of(run: RunConfig) -> CompleteConfig:
+    return resolve(run, load("ds_configs/zero1_bf16.json"), 1)
 
 
 class Nothing:

@@ -64,7 +64,7 @@ def ddp_step(run, batch: Batch, half: bool) -> Step:
 def deepspeed_step(run, batch: Batch, half: bool, stage: int) -> Step:
     values = json.loads(Path(f"ds_configs/zero{stage}_fp32.json").read_text())
     values |= AUTOCAST if half else {}
-    resolved = ds_config.resolve(run, values, dist.world_size())
+    resolved = ds_config.resolve(run, ds_config.check(values, "ds.json"), dist.world_size())
     model_engine = engine.build_pretraining_engine(run, resolved, None)
     normalizers = normalizers_of(batch)
 

@@ -77,7 +77,7 @@ def main() -> None:
     facts = [
         *describe_epochs(run),
         f"{run.objective.kind} model of {format_count(parameters)} parameters, "
-        f"{ds_config.precision(ds)}, {format_count(tokens)} tokens in "
+        f"{ds.precision}, {format_count(tokens)} tokens in "
         f"{run.train.steps:,} steps; vocabulary of "
         f"{run.model.vocab_size:,} ({origins['model.vocab_size']})",
         f"{where}: {run.train.micro_batch_size} x "

@@ -49,7 +49,7 @@ def main() -> int:
     try:
         run, origins = run_config.load(options.config, overrides,
                                        partial(shape.complete, resume=options.resume))
-        ds_values = ds_config.load(options.deepspeed_config)
+        ds = ds_config.load(options.deepspeed_config)
     except UserError as error:
         error.on_every_rank = not tell_the_others()
         raise
@@ -60,9 +60,9 @@ def main() -> int:
     place = f"{Path(options.config)} with {Path(options.deepspeed_config)}"
     code = 0
     if options.check:
-        rehearsal.rehearse(run, ds_values, resume=options.resume, place=place, origins=origins)
+        rehearsal.rehearse(run, ds, resume=options.resume, place=place, origins=origins)
     else:
-        code = loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins)
+        code = loop.pretrain(run, ds, resume=options.resume, place=place, origins=origins)
     dist.destroy()
     return code
 

@@ -114,6 +114,15 @@ def write_records(directory, records):
     (directory / "metrics.jsonl").write_text("".join(lines))
 
 
+def make_result(task="CB", seed=1, **more):
+    """Return result.json of a fine-tuning run."""
+    return {"task": task, "seed": seed, "settings": {}, "init_from": "",
+            "start": "/home/me/microsoft/deberta-v3-small", "train": ["/home/me/train.jsonl", 1250],
+            "val": ["/home/me/val.jsonl", 56], "metrics": {"accuracy": 0.5, "macro_f1": 0.5},
+            "score": 0.5, "baseline": 0.4, "failed": False, "failure": "", "diagnostics": {},
+            "history": []} | more
+
+
 def make_sweep(directory, model="runs/demo/hf", names=("RTE", "CB"), seeds=3, **changes):
     """Write results.json of a sweep; `changes` are further values at its top."""
     directory.mkdir(parents=True)
@@ -131,11 +140,10 @@ def make_sweep(directory, model="runs/demo/hf", names=("RTE", "CB"), seeds=3, **
         for seed, value in enumerate(values, start=1):
             history = [{"epoch": float(epoch), "step": 8 * epoch, "loss": 1 / epoch}
                        | dict.fromkeys(keys, value - 0.05 / epoch) for epoch in range(1, 6)]
-            runs.append({"task": task, "seed": seed, "score": value,
-                         "failed": seed == 1 and number > 0,
-                         "metrics": dict.fromkeys(keys, value), "history": history,
-                         "confusion": [[seed + 2] * len(classes)] * len(classes),
-                         "settings": {"epochs": 5, "learning_rate": 2e-5}})
+            runs.append(make_result(
+                task, seed, score=value, failed=seed == 1 and number > 0, history=history,
+                metrics=dict.fromkeys(keys, value), settings={"epochs": 5, "learning_rate": 2e-5},
+                confusion=[[seed + 2] * len(classes)] * len(classes)))
     whole = {"model": model, "data": "superglue", "tasks": summary, "mean": 0.6,
              "mean_of": len(names), "runs": runs} | changes
     (directory / "results.json").write_text(json.dumps(whole))

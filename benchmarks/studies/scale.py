@@ -169,6 +169,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     from deberta_ds.cluster import dist
     from deberta_ds.config import run_config
     from deberta_ds.engine import engine
+    from deberta_ds.engine.ds_config import DeepSpeedConfig
     from deberta_ds.training import loop, start
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
@@ -205,8 +206,8 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
             coordinator, "assert_ints_same_as_other_ranks", lambda ints: None))
         stack.enter_context(contextlib.redirect_stdout(open(os.devnull, "w")))
         with count.during("rest"):
-            loop.pretrain(run, {"zero_optimization": zero}, resume="auto", place="rehearsal",
-                          origins=origins)
+            loop.pretrain(run, DeepSpeedConfig(zero_optimization=zero), resume="auto",
+                          place="rehearsal", origins=origins)
     return {"told": peers.told, "cpu_seconds": time.process_time() - started,
             "operations": {" / ".join(key): number for key, number in count.found.items()
                            if number},

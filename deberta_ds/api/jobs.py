@@ -27,7 +27,7 @@ from deberta_ds.config.toml_files import as_override
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import init_distributed
 from deberta_ds.finetuning import options, sweep
-from deberta_ds.finetuning.models import MODEL, find_finetuned, load_finetuned
+from deberta_ds.finetuning.models import MODEL, RESULTS_FILE, find_finetuned, load_finetuned
 from deberta_ds.finetuning.predict_file import predict_file, scores_file
 from deberta_ds.publish.convert import Summary, convert
 from deberta_ds.release import shape
@@ -38,7 +38,7 @@ from deberta_ds.report.model_card import (
     write_card,
     write_finetuned_card,
 )
-from deberta_ds.report.rundata import RESULTS_FILE, Sweep, read_checked
+from deberta_ds.report.rundata import Sweep, read_checked
 from deberta_ds.tasks.task import Task
 from deberta_ds.tracking.log import METRICS_FILE, read_metrics
 from deberta_ds.training import loop, meters
@@ -95,9 +95,9 @@ def train(run: str | Path, overrides: Mapping[str, Any] | None = None, *,
     user_code.forget()  # a notebook's may have been edited
     lines = [as_override(key, value) for key, value in (overrides or {}).items()]
     config, origins = run_config.load(run, lines, partial(shape.complete, resume=resume))
-    values = ds_config.load(str(deepspeed_config))
+    ds = ds_config.load(str(deepspeed_config))
     with signals.handlers_kept():
-        code = loop.pretrain(config, values, resume=resume, place=str(run), origins=origins,
+        code = loop.pretrain(config, ds, resume=resume, place=str(run), origins=origins,
                              callbacks=callbacks)
     return TrainingResult(Path(config.out_dir), code == 0)
 

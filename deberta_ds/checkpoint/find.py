@@ -17,11 +17,12 @@ is named by what is listed there (sizes, times, ETags), so what has changed is f
 
 import fcntl
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -33,9 +34,10 @@ from deberta_ds.base.files import MANIFEST, cache_directory, parse_json, read_js
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig, from_dict
-from deberta_ds.engine.ds_config import precision, zero_stage
+from deberta_ds.engine.ds_config import DeepSpeedConfig, recorded
 from deberta_ds.engine.state import CheckpointError
 from deberta_ds.files import remote
+from deberta_ds.objectives.base import Metric
 from deberta_ds.tracking.log import METRICS_FILE
 
 DIRECTORY, BEST = "checkpoints", "best"  # in a run's out_dir
@@ -59,6 +61,30 @@ class Found:
     begun_from: str = ""  # the PATH of --resume from which the run began
 
 
+@dataclass
+class Best:
+    """What `train.best_metric` has come to."""
+
+    score: str = ""  # a metric's key; empty: none is looked at
+    scored: str = field(default="", kw_only=True)  # checksum of what it is a score of
+    value: float | None = None
+    step: int = 0
+    without: int = 0  # evaluations since then, none of them better
+
+    def accept(self, metric: Metric, step: int, value: float | None) -> bool:
+        """Take note of an evaluation; return whether it is the best one so far."""
+        if value is not None and math.isfinite(value) and (
+                self.value is None or metric.is_better(value, self.value)):
+            self.value, self.step, self.without = value, step, 0
+            return True
+        self.without += 1
+        return False
+
+    def __str__(self) -> str:
+        return f"{self.score} = {self.value:.6g} at step {self.step:,}" if self.value is not None \
+            else f"{self.score} was never measured"
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """run.json of a checkpoint: where a run was when it was saved, and of what run it is."""
@@ -76,7 +102,7 @@ class RunRecord:
     recent_losses: list[float]  # for the spike rule
     since_line: dict[str, float]  # sums since the last logged line
     time_use: dict[str, float]  # seconds of saves and evaluations
-    best: dict[str, Any]  # training/best.py
+    best: Best
     begun_from: str  # the PATH of --resume from which the run began
 
     def run(self, place: str | Path) -> RunConfig:
@@ -94,7 +120,7 @@ def read_run_record(path: str | Path) -> RunRecord:
         with naming(file):
             data = file.read_bytes()
         record = typed(RunRecord, parse_json(data))
-        zero_stage(record.deepspeed), precision(record.deepspeed)
+        recorded(record.deepspeed)
     except UserError as error:
         raise CheckpointError(f"{error}; use an older checkpoint") from None
     except (ValueError, TypeError, AttributeError) as error:
@@ -295,11 +321,10 @@ def _file_problem(file: Path, entry: dict) -> str | None:
     return None
 
 
-def layout_changes(record: RunRecord, ds: dict) -> str:
+def layout_changes(record: RunRecord, ds: DeepSpeedConfig) -> str:
     """Return "2 ranks, ZeRO-3, fp32 -> 1 rank, ..." if a checkpoint's layout differs, or ""."""
-    saved = (f"{counted(record.world_size, 'rank')}, ZeRO-{zero_stage(record.deepspeed)}, "
-             f"{precision(record.deepspeed)}")
-    now = f"{counted(dist.world_size(), 'rank')}, ZeRO-{zero_stage(ds)}, {precision(ds)}"
+    saved, now = (f"{counted(ranks, 'rank')}, ZeRO-{one.stage}, {one.precision}" for ranks, one in (
+        (record.world_size, recorded(record.deepspeed)), (dist.world_size(), ds)))
     return f"{saved} -> {now}" if saved != now else ""
 
 

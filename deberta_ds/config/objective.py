@@ -2,6 +2,8 @@
 
 import math
 from contextlib import suppress
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Annotated, Literal
 
 import pydantic
@@ -71,8 +73,10 @@ class MaskConfig:
                              "must be at most 1")
 
 
-# The published masks (microsoft/DeBERTa apps/tasks): v3 hides every target, v1/v2 use n-grams and
-# 80/10/10.
+_FILES = Path(__file__).parents[1] / "objectives"  # not imported here: it needs torch
+KINDS = tuple(sorted({one.name for one in iter_modules([str(_FILES)])} - {"base", "build"}))
+# The published masks (microsoft/DeBERTa apps/tasks): v3 hides every target, as a kind does that is
+# not named here; v1/v2 use n-grams and 80/10/10.
 MASK_DEFAULTS = {"rtd": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
                  "rtd_cached": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
                  "mlm": {"max_ngram": 3, "mask_share": 0.8, "random_share": 0.1}}
@@ -90,7 +94,7 @@ def mask_defaults(kind: str) -> dict:
 class ObjectiveConfig:
     """What is learned: masked LM (v1, v2) or replaced-token detection (v3)."""
 
-    kind: Annotated[str, OneOfOrOwn(("mlm", "rtd", "rtd_cached"), module=True)] = option(
+    kind: Annotated[str, OneOfOrOwn(KINDS, module=True)] = option(
         "mlm: masked LM (v1, v2); rtd: replaced-token detection (v3); rtd_cached: replaced-token "
         "detection on stored replacements (data_prep/replace.py), without a generator; or your "
         "own module, FILE.py")

@@ -76,23 +76,21 @@ class Option:
     follows: str = ""
 
 
-def options_of(cls: type, prefix: str = "") -> list[Option]:
-    """Return the options of a config dataclass in their order, nested ones as "section.key"."""
+def options_of(cls: Any, prefix: str = "") -> list[Option]:
+    """Return the options of a config class in their order, nested ones as "section.key"."""
     found = []
-    for field in dataclasses.fields(cls):
-        key = prefix + field.name
-        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
-            found += options_of(field.type, f"{key}.")
+    for name, info in cls.__pydantic_fields__.items():
+        key, kind = prefix + name, info.annotation
+        if hasattr(kind, "__pydantic_fields__"):
+            found += options_of(kind, f"{key}.")
             continue
-        info = field.default
-        if not isinstance(info, FieldInfo):  # a field without `option`
-            info = FieldInfo(default=... if info is dataclasses.MISSING else info)
         required = info.is_required()
-        found.append(Option(key, _kind(field.type), required, None if required else info.default,
-                            _limits([*info.metadata, *_inner_metadata(field.type)]),
+        found.append(Option(key, _kind(info.rebuild_annotation()), required,
+                            None if required else info.default,
+                            _limits([*info.metadata, *_inner_metadata(kind)]),
                             info.description or ""))
-        for inner in get_args(field.type):
-            if isinstance(inner, type) and dataclasses.is_dataclass(inner):  # a list of sections
+        for inner in get_args(kind):
+            if hasattr(inner, "__pydantic_fields__"):  # a list of sections
                 found += options_of(inner, f"{key}[].")
     return found
 

@@ -21,6 +21,7 @@ from deberta_ds.base.errors import ConfigError
 from deberta_ds.base.files import flatten
 from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
 from deberta_ds.config.objective import ObjectiveConfig, mask_defaults
+from deberta_ds.config.optim import OptimConfig
 from deberta_ds.config.options import (
     STRICT,
     OneOfOrOwn,
@@ -36,7 +37,6 @@ from deberta_ds.config.toml_files import apply_built, read_with_overrides
 Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of a run file
 _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
 _Share = Annotated[float, Field(ge=0, le=1)]
-_Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 _Minutes = Annotated[float, Field(ge=0, le=1e6)]
 _Steps = Annotated[int, Field(ge=0, le=1 << 40)]
 _Position = Annotated[int, Field(ge=0, le=_LARGEST)]
@@ -120,35 +120,6 @@ class DataConfig:
 
 def _by_name(value: str | dict[str, str], name: str) -> dict[str, str]:
     return value if isinstance(value, dict) else {name: value} if value else {}
-
-
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class OptimConfig:
-    """Optimizer and learning-rate schedule."""
-
-    learning_rate: float = option("peak learning rate", gt=0, le=10)
-    name: Annotated[str, OneOfOrOwn(("adamw", "muon", "adam_uncorrected"))] = option(
-        "optimizer; muon: Muon for matrices and AdamW for the rest; adam_uncorrected: the official "
-        "XAdam; or your own function, FILE.py:NAME", "adamw")
-    momentum: _Decay = option("decay of Muon's moving average of gradients", 0.95)
-    betas: tuple[_Decay, _Decay] = option("decay rates of Adam's two moving averages", (0.9, 0.98))
-    eps: float = option("epsilon of Adam's denominator", 1e-6, ge=1e-37, le=1)  # fp32 begins there
-    weight_decay: float = option("decoupled weight decay; biases and norms have none", 0.01, ge=0,
-                                 le=10)
-    layer_decay: float = option("learning rate of a layer, as a share of that of the next higher "
-                                "layer; embeddings are below the first one", 1.0, gt=0, le=1)
-    clip_norm: float = option("largest gradient norm, per network (generator and discriminator are "
-                              "clipped separately, and so is a table that they share); 0: no "
-                              "clipping", 1.0, ge=0, le=1e9)
-    warmup_steps: int = option("steps of learning rate warm-up", 0, ge=0, le=1 << 40)
-    schedule: Annotated[str, OneOfOrOwn(
-        ("linear", "cosine", "wsd", "wsd_sqrt", "constant", "deberta_linear"))] = option(
-        "learning rate schedule after warm-up; wsd: constant, then a linear decay (wsd_sqrt: 1 - "
-        "square root); deberta_linear: the official one, with its jump; or your own function of "
-        "warm-up and decay, FILE.py:NAME", "linear")
-    decay_share: float = option("wsd, wsd_sqrt: share of all steps in which the learning rate "
-                                "decays, at the end; 1: a decay branch", 0.1, gt=0, le=1)
-    min_learning_rate_share: float = option("last share of learning_rate", 0.0, ge=0, le=1)
 
 
 PROFILE_AFTER = 5  # steps in which kernels are compiled and memory is found

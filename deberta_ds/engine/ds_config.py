@@ -10,12 +10,11 @@ this module.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from deberta_ds.base import command_line
 from deberta_ds.base.errors import ConfigError, raise_problems, refuse_pipe
-from deberta_ds.base.files import parse_json
+from deberta_ds.base.files import parse_json, typed
 from deberta_ds.base.numbers import counted
 from deberta_ds.config.options import STRICT, nearest, problems_of
 from deberta_ds.config.run_config import RunConfig
@@ -36,6 +35,7 @@ CODE_KEYS = {
 _LARGEST_POWER = 32  # of 2, of a loss scale: far above all that trains; torch takes 62
 _UNTRIED = ("not tried with this project; remove it, or add it to deberta_ds/engine/ds_config.py "
             "with a test")
+OFFLOADS = {"offload_optimizer": (1, 2, 3), "offload_param": (3,)}  # by the stages that have them
 
 
 def _whole(value):
@@ -47,16 +47,18 @@ _Limit = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=1 << 63)]
 _Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, lt=1 << 63)]
 
 
-@dataclass(config=STRICT, frozen=True)
-class Offload:
+class _Section(BaseModel):
+    model_config = STRICT | ConfigDict(frozen=True)
+
+
+class Offload(_Section):
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     buffer_count: _Count = 4
     pin_memory: bool = True
 
 
-@dataclass(config=STRICT, frozen=True)
-class Zero:
+class Zero(_Section):
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
@@ -73,13 +75,11 @@ class Zero:
     stage3_allgather_sequential: bool = False
 
 
-@dataclass(config=STRICT, frozen=True)
-class Bf16:
+class Bf16(_Section):
     enabled: bool = False
 
 
-@dataclass(config=STRICT, frozen=True)
-class Fp16:
+class Fp16(_Section):
     enabled: bool = False
     loss_scale: Annotated[float, Field(ge=0)] = 0  # 0: dynamic
     initial_scale_power: Annotated[int, Field(ge=0, le=_LARGEST_POWER)] = 16
@@ -88,27 +88,23 @@ class Fp16:
     min_loss_scale: Annotated[float, Field(gt=0)] = 1
 
 
-@dataclass(config=STRICT, frozen=True)
-class _Autocast:
+class _Autocast(_Section):
     enabled: bool = False
     # float16 would need a loss scale: that is the fp16 section.
     dtype: Literal["bfloat16", "torch.bfloat16", "bf16"] = "bfloat16"
 
 
-@dataclass(config=STRICT, frozen=True)
-class _DataTypes:
+class _DataTypes(_Section):
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
 
 
-@dataclass(config=STRICT, frozen=True)
-class _DiskAccess:
+class _DiskAccess(_Section):
     block_size: _Count = 1 << 20
     queue_depth: _Count = 8
     overlap_events: bool = True
 
 
-@dataclass(config=STRICT, frozen=True)
-class Schema:
+class DeepSpeedConfig(_Section):
     """The keys that a JSON may hold: how a run is run. Defaults are DeepSpeed's."""
 
     zero_optimization: Zero = Zero()
@@ -119,8 +115,43 @@ class Schema:
     aio: _DiskAccess = _DiskAccess()
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
 
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self.zero_optimization.stage
 
-def load(path: str | Path) -> dict:
+    @property
+    def precision(self) -> str:
+        """"bf16", "fp16" or "fp32": the type of the weights that run forward."""
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
+
+    @property
+    def matmul_precision(self) -> str:
+        """The type in which matmuls are computed; autocast has bf16 alone."""
+        return "bf16" if self.torch_autocast.enabled else self.precision
+
+    def offload(self, section: str = "offload_optimizer") -> Offload:
+        """Return where a section of zero_optimization puts its tensors."""
+        return getattr(self.zero_optimization, section) or Offload()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys that were given, as DeepSpeed gets them."""
+        return self.model_dump(exclude_unset=True)
+
+
+class CompleteConfig(DeepSpeedConfig):
+    """What DeepSpeed gets: a JSON, and what the run says."""
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float
+    zero_allow_untested_optimizer: bool
+    zero_force_ds_cpu_optimizer: bool
+    steps_per_print: None  # never: our own log has each step
+
+
+def load(path: str | Path) -> DeepSpeedConfig:
     """Return the checked JSON of `path`. Raises ConfigError."""
     refuse_pipe(path)
     try:
@@ -132,13 +163,12 @@ def load(path: str | Path) -> dict:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a DeepSpeed config is one JSON object")
-    check(values, str(path))
-    return values
+    return check(values, str(path))
 
 
-def check(values: dict, place: str) -> None:
-    """Raise ConfigError with every problem of a DeepSpeed JSON; `place` names its file."""
-    owners, known = RUN_KEYS | CODE_KEYS, Schema.__dataclass_fields__
+def check(values: dict, place: str) -> DeepSpeedConfig:
+    """Return a DeepSpeed JSON, whose file is `place`; ConfigError with every problem of it."""
+    owners, known = RUN_KEYS | CODE_KEYS, DeepSpeedConfig.model_fields
     given = {key: value for key, value in values.items()
              if not (key in RUN_KEYS and value == "auto")}
     problems = [f'"{key}": belongs to the run config ({owners[key]}); delete it here'
@@ -146,71 +176,57 @@ def check(values: dict, place: str) -> None:
     problems += [f"{key}: {_UNTRIED}{nearest(key, known)}"
                  for key in given.keys() - owners.keys() - known.keys()]
     problems += [problem.replace(": unknown key", f": {_UNTRIED}") for problem in problems_of(
-        Schema, {key: value for key, value in given.items() if key in known})]
-    raise_problems(place, sorted(problems) or problems_between(values))
+        DeepSpeedConfig, {key: value for key, value in given.items() if key in known})]
+    raise_problems(place, sorted(problems))
+    ds = DeepSpeedConfig(**given)
+    raise_problems(place, problems_between(ds))
+    return ds
 
 
-def problems_on_this_node(values: dict) -> list[str]:
+def recorded(values: dict) -> DeepSpeedConfig:
+    """Return the stage and precision of a checkpoint's record, of any version; else ValueError,
+    TypeError or AttributeError.
+    """
+    return typed(DeepSpeedConfig, {
+        section: {key: values[section][key]} for section, key in (
+            ("zero_optimization", "stage"), ("bf16", "enabled"), ("fp16", "enabled"))
+        if key in values.get(section, {})})
+
+
+def problems_on_this_node(ds: DeepSpeedConfig) -> list[str]:
     """Return what is wrong with the paths of a DeepSpeed JSON here."""
     return [f"zero_optimization.{name}.nvme_path = {path!r}: no such directory on this node; make "
-            "it, or name another" for name in ("offload_optimizer", "offload_param")
-            if offload_device(values, name) == "nvme"
-            and (path := values["zero_optimization"][name].get("nvme_path"))
-            and not Path(path).is_dir()]
+            "it, or name another" for name in OFFLOADS if ds.offload(name).device == "nvme"
+            and (path := ds.offload(name).nvme_path) and not Path(path).is_dir()]
 
 
-def problems_between(values: dict) -> list[str]:
+def problems_between(ds: DeepSpeedConfig) -> list[str]:
     """Return what is wrong between keys that are right by themselves; the planner asks too."""
-    zero, stage, problems = values.get("zero_optimization", {}), zero_stage(values), []
-    for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
-        device, where = offload_device(values, name), f"zero_optimization.{name}"
-        if device != "none" and stage not in stages:
+    stage, problems = ds.stage, []
+    for name, stages in OFFLOADS.items():
+        offload, where = ds.offload(name), f"zero_optimization.{name}"
+        if offload.device != "none" and stage not in stages:
             problems.append(f"{where}: needs ZeRO stage {' or '.join(map(str, stages))}, not "
                             f"{stage}")
-        if device == "nvme" and stage != 3:
+        if offload.device == "nvme" and stage != 3:
             problems.append(f'{where}.device = "nvme": needs ZeRO stage 3, not {stage}')
-        if device == "nvme" and not zero[name].get("nvme_path"):
+        if offload.device == "nvme" and not offload.nvme_path:
             problems.append(f'{where}.nvme_path: missing; "nvme" needs a fast local directory')
-    on = [f'"{name}"' for name in ("bf16", "fp16", "torch_autocast")
-          if values.get(name, {}).get("enabled")]
+    on = [f'"{name}"' for name in ("bf16", "fp16", "torch_autocast") if getattr(ds, name).enabled]
     if len(on) > 1:
         problems.append(f"{' and '.join(on)}: only one of them can be enabled")
-    if stage == 0 and precision(values) != "fp32":
-        problems.append(f"zero_optimization.stage = 0 with {precision(values)}: use stage 1, it "
+    if stage == 0 and ds.precision != "fp32":
+        problems.append(f"zero_optimization.stage = 0 with {ds.precision}: use stage 1, it "
                         "computes the same (DeepSpeed 0.19.8 trains wrongly there)")
     return problems
 
 
-def zero_stage(values: dict) -> int:
-    """Return the ZeRO stage of a DeepSpeed dict."""
-    return int(values.get("zero_optimization", {}).get("stage", 0))
-
-
-def offload_device(values: dict, section: str = "offload_optimizer") -> str:
-    """Return where a section of a DeepSpeed dict puts its tensors: "none", "cpu" or "nvme"."""
-    return (values.get("zero_optimization", {}).get(section) or {}).get("device", "none")
-
-
-def precision(values: dict) -> str:
-    """Return "bf16", "fp16" or "fp32": the type of the weights that run forward."""
-    for name in ("bf16", "fp16"):
-        if values.get(name, {}).get("enabled", False):
-            return name
-    return "fp32"
-
-
-def problems_with_optimizer(name: str, values: dict) -> list[str]:
+def problems_with_optimizer(name: str, ds: DeepSpeedConfig) -> list[str]:
     """Return why optim.name cannot go with a checked JSON."""
-    if name == "muon" and offload_device(values) != "none":
+    if name == "muon" and ds.offload().device != "none":
         return ["optim.name = 'muon': its matrices are on the GPU; leave "
                 "zero_optimization.offload_optimizer out, or use adamw"]
     return []
-
-
-def matmul_precision(values: dict) -> str:
-    """Return "bf16", "fp16" or "fp32": the type in which matmuls are computed."""
-    autocast = values.get("torch_autocast", {}).get("enabled", False)  # which has bf16 alone
-    return "bf16" if autocast else precision(values)
 
 
 def _what_divides(micro_batch_size: int, rows: int, world_size: int) -> str:
@@ -238,31 +254,26 @@ def accumulation_steps(run: RunConfig, world_size: int) -> int:
     return rows // at_once
 
 
-def resolve(run: RunConfig, values: dict, world_size: int) -> dict:
-    """Return the complete dict for `deepspeed.initialize` from a checked JSON and the run."""
-    return complete(values, rows=run.train.global_batch_size,
-                    micro_rows=run.train.micro_batch_size,
-                    accumulation=accumulation_steps(run, world_size),
-                    clip_norm=run.optim.clip_norm)
+def resolve(run: RunConfig, ds: DeepSpeedConfig, world_size: int) -> CompleteConfig:
+    """Return what DeepSpeed gets, from a checked JSON and the run."""
+    return complete(ds, world_size, run.train.micro_batch_size,
+                    accumulation_steps(run, world_size), run.optim.clip_norm)
 
 
-def complete(values: dict, *, rows: int, micro_rows: int, accumulation: int, clip_norm: float
-             ) -> dict:
-    """Return the complete dict of a step of `rows`: `accumulation` micro-batches on each rank."""
-    own: dict[str, Any] = {}
-    zero = values.get("zero_optimization", {})
-    if rows == micro_rows * accumulation and zero.get("stage"):
+def complete(ds: DeepSpeedConfig, world_size: int, micro_rows: int, accumulation: int,
+             clip_norm: float) -> CompleteConfig:
+    """Return it of a step of `accumulation` micro-batches of `micro_rows` on each rank."""
+    values, own = ds.as_dict(), {}
+    if world_size == 1 and ds.stage:
         # One rank has nothing to overlap, and DeepSpeed would wait for the device at each update.
-        own["zero_optimization"] = zero | {"overlap_comm": False}
+        own["zero_optimization"] = values["zero_optimization"] | {"overlap_comm": False}
     # In bf16 each addition loses bits; under ZeRO-1 `passes` adds in fp32. Under ZeRO-2 with
     # offload DeepSpeed 0.19.8 would add to the NaN that a bad step has left.
-    kept = zero_stage(values) == 2 and offload_device(values) != "none"
-    if accumulation > 1 and precision(values) == "bf16" and zero_stage(values) > 1 and not kept:
+    kept = ds.stage == 2 and ds.offload().device != "none"
+    if accumulation > 1 and ds.precision == "bf16" and ds.stage > 1 and not kept:
         own["data_types"] = {"grad_accum_dtype": "fp32"} | values.get("data_types", {})
-    return {
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,  # never: our own log has each step
-    } | values | own | {
-        "train_batch_size": rows, "train_micro_batch_size_per_gpu": micro_rows,
-        "gradient_accumulation_steps": accumulation, "gradient_clipping": clip_norm}
+    return CompleteConfig(**{
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None, "train_batch_size": micro_rows * accumulation * world_size,
+        "train_micro_batch_size_per_gpu": micro_rows, "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip_norm} | values | own)

@@ -19,6 +19,7 @@ from enum import Enum
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
+from typing import Any
 from unittest.mock import patch
 
 import deepspeed
@@ -31,13 +32,13 @@ from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.launcher import check_environment, count_gpus, meet_mpi, rank_variables
 from deberta_ds.config.run_config import OptimConfig, RunConfig
-from deberta_ds.engine import ds_config
 from deberta_ds.engine.clipping import (
     check_all_at_once,
     clip_networks_apart,
     measure_in_pieces,
     reduce_nothing,
 )
+from deberta_ds.engine.ds_config import CompleteConfig, DeepSpeedConfig
 from deberta_ds.engine.optim import Muon, build_optimizer
 from deberta_ds.engine.passes import HookedPasses, build_passes
 from deberta_ds.engine.state import CheckpointError
@@ -129,15 +130,14 @@ def local_device() -> torch.device:
     return torch.device("cpu") if name == "cpu" else torch.device(name, dist.local_rank())
 
 
-def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
+def build_pretraining_engine(run: RunConfig, ds: CompleteConfig, valid_vocab: int | None,
                              initial: dict[str, Tensor] | None = None):
     """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
 
-    `ds` is the resolved dict of `ds_config.resolve`. `initial` replaces the random values of
-    the parameters it names; only rank 0's is read.
+    `initial` replaces the random values of the parameters it names; only rank 0's is read.
     """
-    stage3 = ds_config.zero_stage(ds) == 3
-    with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
+    stage3 = ds.stage == 3
+    with deepspeed.zero.Init(config_dict_or_path=ds.as_dict()) if stage3 else nullcontext():
         model = build_model(run, valid_vocab)
     gather = partial(deepspeed.zero.GatheredParameters, modifier_rank=0) if stage3 else nullcontext
     frozen, waiting = held_parameters(run, dict(model.named_parameters()))
@@ -149,8 +149,9 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     return engine
 
 
-def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collection[str] = (),
-                 waiting: Collection[str] = (), apart: tuple[str, ...] = ()):
+def build_engine(model: nn.Module, optim: OptimConfig, ds: CompleteConfig,
+                 frozen: Collection[str] = (), waiting: Collection[str] = (),
+                 apart: tuple[str, ...] = ()):
     """Return the DeepSpeed engine over an initialized model.
 
     `frozen` parameters have no gradient and no optimizer state; `waiting` ones do not move before
@@ -159,13 +160,10 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    matmuls = torch.bfloat16 if ds_config.matmul_precision(ds) == "bf16" else None
+    matmuls = torch.bfloat16 if ds.matmul_precision == "bf16" else None
     optimizer = build_optimizer(model, optim, waiting, apart, matmuls)
-    ds = with_autocast_modules(ds)
-    if ds_config.zero_stage(ds) == 3 and local_device().type == "cpu":
-        ds = keep_nothing_gathered(ds)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
-                                      config=ds)
+                                      config=dict_for_deepspeed(ds))
     check_engine(engine)
     if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
         measure_in_pieces(engine.optimizer)
@@ -184,27 +182,18 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, frozen: Collect
     return engine
 
 
-def keep_nothing_gathered(ds: dict) -> dict:
-    """Return `ds` with small parameters partitioned as all others are under ZeRO-3.
-
-    DeepSpeed gathers those that it keeps whole one by one after every update. On a GPU that is a
-    launch each; a collective of gloo takes a millisecond however little it moves.
-    """
-    zero = {"stage3_param_persistence_threshold": 0} | ds["zero_optimization"]
-    return ds | {"zero_optimization": zero}
-
-
-def with_autocast_modules(ds: dict) -> dict:
-    """Return `ds` with our kind of linear layer among those whose gradients travel in 16 bits.
-
-    DeepSpeed looks for modules of exactly the classes that it lists, not of classes below them.
-    """
-    autocast = ds.get("torch_autocast", {})
-    if not autocast.get("enabled"):
-        return ds
-    ours = f"{LinearGelu.__module__}.{LinearGelu.__name__}"
-    modules = [*get_default_autocast_lower_precision_modules(), ours]
-    return ds | {"torch_autocast": autocast | {"lower_precision_safe_modules": modules}}
+def dict_for_deepspeed(ds: CompleteConfig) -> dict[str, Any]:
+    """Return what `deepspeed.initialize` is given on this machine."""
+    values = ds.as_dict()
+    if ds.torch_autocast.enabled:  # exactly the classes that are listed travel in 16 bits
+        values["torch_autocast"]["lower_precision_safe_modules"] = [
+            *get_default_autocast_lower_precision_modules(),
+            f"{LinearGelu.__module__}.{LinearGelu.__name__}"]
+    if ds.stage == 3 and local_device().type == "cpu":
+        # DeepSpeed gathers what it keeps whole one by one after every update. On a GPU that is a
+        # launch each; a collective of gloo takes a millisecond however little it moves.
+        values["zero_optimization"].setdefault("stage3_param_persistence_threshold", 0)
+    return values
 
 
 @torch.no_grad()
@@ -303,14 +292,13 @@ OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; engine/state.py reads and writes 
 ZERO3_PARAMETER_PARTS = "ds_id ds_shape ds_numel ds_tensor partition_numel".split()
 
 
-def check_machine(values: dict, place: str) -> list[str]:
-    """Return warnings about what this machine does badly; ConfigError for what it cannot do.
-
-    `values` are a DeepSpeed JSON, `place` names it.
+def check_machine(ds: DeepSpeedConfig, place: str) -> list[str]:
+    """Return warnings about what this machine does badly; ConfigError, naming `place`, for what it
+    cannot do.
     """
     if device_type() != "cpu":
         return []
-    kind, matmuls = ds_config.precision(values), ds_config.matmul_precision(values)
+    kind, matmuls = ds.precision, ds.matmul_precision
     if kind == matmuls == "fp32":
         return []
     better = f"ds_configs/{cpu.deepspeed_json()}.json"

@@ -1,4 +1,4 @@
-"""The optimizers, and the learning rate as a function of the step.
+"""The optimizers.
 
 AdamW is PyTorch's. `AdamUncorrected` is the official XAdam: Adam without bias correction, decoupled
 weight decay scaled by the learning rate (microsoft/DeBERTa optims/xadam.py), which AdamW cannot
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from deberta_ds.base import user_code
-from deberta_ds.base.errors import ConfigError, UserError
+from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import dist
-from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.config.optim import OptimConfig
 from deberta_ds.engine.state import Piece, buffers, layout_of
 from deberta_ds.model.backbone import places
 
@@ -148,49 +148,6 @@ def thaw_factor(optim: OptimConfig, step: int) -> float:
     first, second = optim.betas
     return max((1 - first ** k) / (1 - second ** k) ** 0.5 * (1 - second ** (step + k)) ** 0.5
                / (1 - first ** (step + k)) for k in range(1, 1000))
-
-
-# Learning rate as a pure function of the step: nothing to save, nothing to restore.
-#
-# Steps count from 0. No update is lost to a rate of zero: warm-up starts at lr / warmup_steps, and
-# the decay would reach its end one step after the last. `deberta_linear` is the official schedule
-# (lr_schedulers.py): step 0 has rate 0, and the line after warm-up is not rescaled, so the rate
-# drops from lr to lr (1 - warm-up share) where warm-up ends.
-def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of update `step` (0 .. total_steps - 1)."""
-    if user_code.is_own(optim.schedule):  # which warms up by itself
-        factor = user_code.function("optim.schedule", optim.schedule)(step, total_steps, optim)
-        if not isinstance(factor, int | float) or not math.isfinite(factor):
-            raise ConfigError(f"optim.schedule: {optim.schedule} returned {factor!r} for step "
-                              f"{step:,}; it must return a finite number, a share of "
-                              "optim.learning_rate")
-        return optim.learning_rate * factor
-    if step < optim.warmup_steps:
-        if optim.schedule == "deberta_linear":
-            return optim.learning_rate * (step / optim.warmup_steps)
-        return optim.learning_rate * (step + 1) / optim.warmup_steps
-    return optim.learning_rate * _decayed(optim, step, total_steps)
-
-
-def _decayed(optim: OptimConfig, step: int, total_steps: int) -> float:
-    low = optim.min_learning_rate_share
-    share = (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)
-    match optim.schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return low + (1 - low) * (1 - share)
-        case "cosine":
-            return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share))
-        case "wsd" | "wsd_sqrt":
-            decay_steps = max(1, round(optim.decay_share * total_steps))
-            remaining = min(1.0, (total_steps - step) / decay_steps)
-            if optim.schedule == "wsd_sqrt":  # arXiv 2405.18392
-                remaining = 1 - math.sqrt(1 - remaining)
-            return low + (1 - low) * remaining
-        case "deberta_linear":
-            return (1 - low) * (1 - step / total_steps) + low
-    raise AssertionError(optim.schedule)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:

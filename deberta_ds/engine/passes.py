@@ -24,7 +24,7 @@ from deberta_ds.base.user_code import is_own
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.rows import Batch
-from deberta_ds.engine import ds_config
+from deberta_ds.engine.ds_config import CompleteConfig, DeepSpeedConfig
 from deberta_ds.model.dropout import seeded
 
 _LOG = logging.getLogger("deberta_ds")
@@ -35,7 +35,7 @@ Sums = dict[str, Tensor]
 Forward = Callable[[Any], tuple[Tensor, Sums]]  # a micro-batch -> its loss, detached sums
 
 
-def graph_obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
+def graph_obstacle(run: RunConfig, ds: DeepSpeedConfig, device_type: str) -> str:
     """Return why micro-batches of a run do not become CUDA graphs, or an empty string."""
     if run.train.cuda_graph == "off":
         return "train.cuda_graph = 'off'"
@@ -47,35 +47,34 @@ def graph_obstacle(run: RunConfig, ds: dict, device_type: str) -> str:
     return sums_obstacle(ds)
 
 
-def sums_obstacle(ds: dict) -> str:
+def sums_obstacle(ds: DeepSpeedConfig) -> str:
     """Return why gradients cannot be summed outside of DeepSpeed, or an empty string."""
-    if ds_config.zero_stage(ds) == 3:
+    if ds.stage == 3:
         return "ZeRO-3 gathers weights by hooks; use ZeRO-1 or 2"
-    if ds_config.precision(ds) == "fp16":
+    if ds.precision == "fp16":
         return "the loss scale of fp16 is a number of the host; use bf16"
-    if ds.get("torch_autocast", {}).get("enabled"):
+    if ds.torch_autocast.enabled:
         return "torch_autocast casts weights in every pass; use bf16"
-    if ds_config.offload_device(ds) != "none":
+    if ds.offload().device != "none":
         return "offload_optimizer copies gradients by hooks; leave it out"
-    if ds.get("data_types", {}).get("grad_accum_dtype") == "fp32" and ds_config.zero_stage(ds) == 1:
+    if ds.data_types.grad_accum_dtype == "fp32" and ds.stage == 1:
         return "data_types.grad_accum_dtype is in the way; leave it out, sums are in fp32 here"
     return ""
 
 
-def are_summed(ds: dict, accumulates: bool) -> bool:
+def are_summed(ds: DeepSpeedConfig, accumulates: bool) -> bool:
     """Return whether gradients are summed here without a graph: in bf16 below ZeRO-2, which, as
     ZeRO-3, adds in fp32 itself.
     """
-    in_bf16 = ds_config.precision(ds) == "bf16" and ds_config.zero_stage(ds) < 2
-    return accumulates and in_bf16 and not sums_obstacle(ds)
+    return accumulates and ds.precision == "bf16" and ds.stage < 2 and not sums_obstacle(ds)
 
 
-def build_passes(engine, run: RunConfig, ds: dict) -> "HookedPasses":
+def build_passes(engine, run: RunConfig, ds: CompleteConfig) -> "HookedPasses":
     """Return what makes the passes of a run's micro-batches."""
     reason = graph_obstacle(run, ds, engine.device.type)
     if reason and engine.device.type == "cuda" and run.train.cuda_graph != "off":
         _LOG.info("%s: %s", _NO_GRAPH, reason)
-    if reason and not are_summed(ds, ds["gradient_accumulation_steps"] > 1):
+    if reason and not are_summed(ds, ds.gradient_accumulation_steps > 1):
         return HookedPasses(engine)
     return Passes(engine, "off" if reason else run.train.cuda_graph)
 

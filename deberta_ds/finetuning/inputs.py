@@ -31,7 +31,7 @@ from deberta_ds.base.errors import UserError, naming
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.lock import machine
 from deberta_ds.config.run_config import to_dict
-from deberta_ds.engine import ds_config
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.finetuning.features import (
     Feature,
     TooLongError,
@@ -118,7 +118,7 @@ class Job:
     start: Start
     tables: Tables
     out: Path  # the run's own directory
-    deepspeed: dict  # checked DeepSpeed JSON
+    deepspeed: DeepSpeedConfig
     device: torch.device
     inputs: tuple[Input, ...] = ()  # all that was read
     init_from: str = ""  # a fine-tuned directory of another task,
@@ -144,7 +144,7 @@ class Sweep:
     start: Start
     data: str
     out: Path
-    deepspeed: dict
+    deepspeed: DeepSpeedConfig
     device: torch.device
     # task name -> the settings that were given
     settings: Mapping[str, Mapping] = field(default_factory=dict)
@@ -166,8 +166,7 @@ def open_inputs(sweep: Sweep, task: Task) -> tuple[Input, ...]:
     place, initial = dist.together(lambda: _initial(sweep, task))
     return (
         Input("model", sweep.start, sweep.start.identity()),
-        Input("DeepSpeed JSON", sweep.deepspeed,
-              {"precision": ds_config.precision(sweep.deepspeed)}),
+        Input("DeepSpeed JSON", sweep.deepspeed, {"precision": sweep.deepspeed.precision}),
         Input("tables", tables, {
             "train": [train.source, len(train.examples)], "val": [val.source, len(val.examples)],
             "labels_and_texts": digest(task, train, val),

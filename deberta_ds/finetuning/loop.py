@@ -31,10 +31,9 @@ from deberta_ds.checkpoint import find, saved_state
 from deberta_ds.checkpoint.find import MANIFEST, RUN_FILE
 from deberta_ds.checkpoint.save import begin_save, finish_save, point_best, set_aside
 from deberta_ds.cluster import dist, lock
-from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.config.optim import OptimConfig, learning_rate
 from deberta_ds.engine.ds_config import complete
 from deberta_ds.engine.engine import build_engine, gathered, set_learning_rate
-from deberta_ds.engine.optim import learning_rate
 from deberta_ds.finetuning.features import Feature, FeatureBatch, collate
 from deberta_ds.finetuning.inputs import Job
 from deberta_ds.finetuning.models import (
@@ -303,10 +302,8 @@ def build(job: Job, optim: OptimConfig):
     model = build_model(job.task, start, settings, job.seed)
     if saved is not None:
         job.say(f"  {keep_head(model, job.task, saved)}")
-    values = complete(
-        job.deepspeed, rows=micro_rows * accumulation * dist.world_size(),
-        micro_rows=micro_rows, accumulation=accumulation, clip_norm=settings.clip_norm)
-    engine = build_engine(model, optim, values)
+    engine = build_engine(model, optim, complete(
+        job.deepspeed, dist.world_size(), micro_rows, accumulation, settings.clip_norm))
     engine.train()
     return engine
 

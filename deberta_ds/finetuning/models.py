@@ -33,10 +33,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import xxhash
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
@@ -56,8 +58,8 @@ from deberta_ds.tasks.settings import Settings
 from deberta_ds.tasks.task import Task
 from deberta_ds.tokenizer import Tokenizer
 
-FACTS, RESULT, MODEL = "finetuned.json", "result.json", "model"
-RESUME = "resume"  # checkpoints of a run under way
+FACTS, RESULT, RESULTS_FILE = "finetuned.json", "result.json", "results.json"
+MODEL, RESUME = "model", "resume"  # the latter: checkpoints of a run under way
 _FORMAT = 2
 BACKBONE, HEAD = "backbone.", "head."  # of a TaskModel's parameter names
 _CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceClassification",
@@ -66,6 +68,45 @@ _CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceC
 _PROBLEMS = {"classify": "single_label_classification", "regress": "regression",
              "multilabel": "multi_label_classification"}
 _QA = "qa_outputs."  # what that class calls the classifier
+
+
+# Strict about types; keys that nobody computes with may be there.
+READ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+Score = Annotated[float, Field(ge=-1, le=1)]
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Text = Annotated[str, Field(max_length=2000)]
+
+
+@checked(config=READ, frozen=True)
+class Scored:
+    """The scores of a labeled table."""
+
+    examples: Count
+    metrics: dict[Text, dict[Text, Score]]  # {name: {"value", "low", "high"}}
+    majority: dict[Text, Score]
+
+
+@checked(config=READ, frozen=True)
+class Result:
+    """result.json of a (task, seed), as far as it is read. One that diverged has no `scores`."""
+
+    task: Text
+    seed: Count
+    settings: dict[Text, Any]
+    start: str
+    init_from: str
+    train: tuple[str, Count]  # source, examples
+    val: tuple[str, Count]
+    metrics: dict[Text, Score]
+    score: Score
+    baseline: Score | None
+    failed: bool
+    failure: str
+    diagnostics: dict[Text, dict[Text, Score]]
+    history: list[dict[Text, Annotated[float, Field(ge=-1e300, le=1e300)]]]  # epoch, loss, metrics
+    tests: dict[str, str] = Field(default_factory=dict)  # digests
+    scores: dict[Text, Scored] = Field(default_factory=dict)
+    confusion: list[list[Count]] = Field(default_factory=list)
 
 
 @dataclass(frozen=True)

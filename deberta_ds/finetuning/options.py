@@ -13,6 +13,7 @@ from deberta_ds.base.command_line import local_path, natural, positive
 from deberta_ds.base.errors import UserError
 
 if TYPE_CHECKING:
+    from deberta_ds.engine.ds_config import DeepSpeedConfig
     from deberta_ds.finetuning.sweep import Sweep
     from deberta_ds.tasks.task import Task
 
@@ -123,15 +124,15 @@ def _open(options: argparse.Namespace, overrides: list[str], given: "Sequence[st
 
     tasks, tables = open_tasks(options, overrides, given)
     names = [task.name for task in tasks]
-    json, values = deepspeed(options.deepspeed_config)
+    json, ds = deepspeed(options.deepspeed_config)
     if isinstance(init_from, str):
         init_from = {names[0]: init_from} if init_from else {}
     elif not isinstance(init_from, Mapping):
         init_from = pairs(init_from, names)
-    return {"tasks": tasks, "settings": tables, "deepspeed": values, "init_from": init_from,
+    return {"tasks": tasks, "settings": tables, "deepspeed": ds, "init_from": init_from,
             "start": open_start(options.model, options.tokenizer),
             "carved": tuple(task_named(name).name for name in options.carve_train),
-            "lines": [f"DeepSpeed: {json}", *check_machine(values, json)]}
+            "lines": [f"DeepSpeed: {json}", *check_machine(ds, json)]}
 
 
 def pairs(texts: Sequence[str], tasks: list[str]) -> dict[str, str]:
@@ -148,8 +149,8 @@ def pairs(texts: Sequence[str], tasks: list[str]) -> dict[str, str]:
     return found
 
 
-def deepspeed(path: str | None) -> tuple[str, dict]:
-    """Return the name of a DeepSpeed JSON and its values; of this machine's where none is given."""
+def deepspeed(path: str | None) -> "tuple[str, DeepSpeedConfig]":
+    """Return the name of a DeepSpeed JSON and the JSON; of this machine's where none is given."""
     import torch
 
     from deberta_ds.cluster.launcher import count_gpus
@@ -157,7 +158,8 @@ def deepspeed(path: str | None) -> tuple[str, dict]:
 
     if not path and count_gpus() and torch.cuda.is_bf16_supported(including_emulation=False):
         path = _GPU_JSON
-    return (path, ds_config.load(path)) if path else ("fp32 without ZeRO", {})
+    return (path, ds_config.load(path)) if path else (
+        "fp32 without ZeRO", ds_config.DeepSpeedConfig())
 
 
 def say(text: str) -> None:

@@ -5,7 +5,6 @@ score is the result. `result.json` is written last: a run with it is skipped, a 
 on from its last checkpoint (loop.py), so a killed sweep continues where it was.
 """
 
-import dataclasses
 import json
 import shutil
 import time
@@ -19,7 +18,6 @@ import numpy as np
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import read_json, typed, write_atomic
 from deberta_ds.cluster import dist, lock
-from deberta_ds.engine.ds_config import precision
 from deberta_ds.finetuning.inputs import Job
 from deberta_ds.finetuning.loop import newest, train
 from deberta_ds.finetuning.models import (
@@ -27,6 +25,7 @@ from deberta_ds.finetuning.models import (
     MODEL,
     RESULT,
     RESUME,
+    Result,
     finetuned_model,
     load_finetuned,
 )
@@ -129,25 +128,11 @@ def _check_same(job: Job, found: dict, place: Path) -> None:
                 f"choose another --out, or delete {job.out} to run it again")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    """What is computed with of a run's result.json, and as what."""
-
-    score: float
-    baseline: float | None
-    failed: bool
-    failure: str
-    metrics: dict[str, float]
-    diagnostics: dict[str, dict[str, float]]
-    history: list[dict[str, float]]
-    tests: dict[str, str] = dataclasses.field(default_factory=dict)  # none of a diverged run
-
-
 def _read_result(path: Path, task: Task) -> dict:
     """Return a result.json; UserError unless it is what `run` or a sweep writes."""
     try:
         result = read_json(path)
-        found = typed(_Result, result)
+        found = typed(Result, result)
         lost = [name for name in task.metrics if name not in found.metrics]
         lost += [f"{table} {name}" for table, values in found.diagnostics.items()
                  for name in metrics_on(task, table) if name not in values]
@@ -167,7 +152,7 @@ def _predict(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     """
     task, tables = job.task, job.tables
     saved = load_finetuned(job.out / MODEL)
-    model = finetuned_model(saved, job.device, precision(job.deepspeed))
+    model = finetuned_model(saved, job.device, job.deepspeed.precision)
 
     def scores_on(split: Split) -> list[np.ndarray]:
         return score_split(model, split.task, split.examples, tables.encoded[id(split)],

@@ -12,15 +12,13 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import flatten, read_json
 from deberta_ds.cluster import dist
 from deberta_ds.finetuning.inputs import Job, Sweep, open_inputs, prepare
-from deberta_ds.finetuning.models import RESULT, load_finetuned
+from deberta_ds.finetuning.models import RESULT, RESULTS_FILE, load_finetuned
 from deberta_ds.finetuning.predict import percent
 from deberta_ds.finetuning.run import finished, run, write_result
 from deberta_ds.tasks.metrics import score_name
 from deberta_ds.tasks.settings import Settings, resolve
 from deberta_ds.tasks.task import Task, metrics_on, suite_of
 from deberta_ds.training.step import BadStepError
-
-RESULTS_FILE = "results.json"
 
 
 def run_all(sweep: Sweep) -> list[dict]:
@@ -41,7 +39,7 @@ def run_all(sweep: Sweep) -> list[dict]:
                  for seed in range(1, sweep.num_seeds + 1)]
     dist.check_alike({f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds]
                       for key, value in flatten(
-                          job.identity | {"DeepSpeed JSON": job.deepspeed}).items()})
+                          job.identity | {"DeepSpeed JSON": job.deepspeed.as_dict()}).items()})
     done = dist.together(lambda: [finished(job) is not None for job in jobs])
     dist.check_alike({f"{job.out / RESULT} is there": is_done
                       for job, is_done in zip(jobs, done, strict=True)})

@@ -10,6 +10,8 @@ table that two networks share belongs to neither.
 
 import re
 from collections.abc import Collection, Iterable
+from importlib import import_module
+from typing import cast
 
 from torch import nn
 
@@ -19,12 +21,9 @@ from deberta_ds.config.options import nearest
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.model.backbone import on_meta, places
 from deberta_ds.model.encoder import Encoder
-from deberta_ds.objectives import mlm, rtd, rtd_cached
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
 
 _RANGE = re.compile(r"((?:\w+\.)?layers\.)(\d{1,3})-(\d{1,3})")
-# The kinds of config.ObjectiveConfig.
-OBJECTIVES: dict[str, Objective] = {"mlm": mlm, "rtd": rtd, "rtd_cached": rtd_cached}
 
 
 def objective_of(run: RunConfig) -> Objective:
@@ -35,7 +34,7 @@ def objective_of(run: RunConfig) -> Objective:
 def objective_named(kind: str) -> Objective:
     """Return an objective by its kind; UserError for one of one's own that lacks something."""
     if not is_own(kind):
-        return OBJECTIVES[kind]
+        return cast(Objective, import_module(f"deberta_ds.objectives.{kind}"))
     found = load("objective.kind", kind)
     needed = [*Objective.__annotations__, *(name for name in vars(Objective) if name[0] != "_")]
     if missing := [name for name in needed if not hasattr(found, name)]:
@@ -105,18 +104,18 @@ def parameters_in(parts: dict[str, set[str]], label: str) -> set[str]:
     return {name for one in labels for name in parts[one]} if is_whole else set()
 
 
-def objective_problems(run: RunConfig, ds: dict) -> list[str]:
-    """Return what is wrong with a run's objective, its scores, and what it freezes with a DeepSpeed
-    JSON.
+def objective_problems(run: RunConfig, on_nvme: bool) -> list[str]:
+    """Return what is wrong with a run's objective, its scores, and what it freezes; `on_nvme`: of
+    a state that is offloaded there.
     """
-    found = _freeze_problems(run, ds) if run.train.freeze or run.init.embeddings_only else []
+    found = _freeze_problems(run, on_nvme) if run.train.freeze or run.init.embeddings_only else []
     scores = [metric.key for metric in metrics_of(run)]
     found += [f"evaluate.metrics: {name} is the name of another score; call the function otherwise"
               for name in {name for name in scores if scores.count(name) > 1}]
     return [*found, *objective_of(run).problems(run)]
 
 
-def _freeze_problems(run: RunConfig, ds: dict) -> list[str]:
+def _freeze_problems(run: RunConfig, on_nvme: bool) -> list[str]:
     train, names = run.train, parameter_sizes(run)
     parts, held = parts_of(names), held_parameters(run, names)
     known = [part for part in parts if "layers." not in part]
@@ -130,7 +129,7 @@ def _freeze_problems(run: RunConfig, ds: dict) -> list[str]:
     if train.freeze_steps >= train.steps:
         found.append(f"train.freeze_steps = {train.freeze_steps}: not below train.steps = "
                      f"{train.steps}; leave it out to freeze all along")
-    if held[0] and "nvme" in str(ds.get("zero_optimization")):
+    if held[0] and on_nvme:
         found.append("train.freeze, init.embeddings_only: what is frozen is not saved from NVMe;"
                      ' write "device": "cpu" and no nvme_path in the DeepSpeed JSON')
     return found

@@ -19,6 +19,7 @@ from deberta_ds.config import run_config, toml_files
 from deberta_ds.config.model import padded_rows
 from deberta_ds.data.shards import MANIFEST, planned_lengths, read_manifest
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.engine.gpus import Gpu, card_of, cpu_ranks
 from deberta_ds.model import cpu
 from deberta_ds.objectives.build import objective_of
@@ -173,17 +174,17 @@ def _run(file: str, changes: Changes) -> run_config.RunConfig:
     return run_config.load(file, overrides)[0]
 
 
-def _speed(run: run_config.RunConfig, devices: Devices, ds: dict) -> float:
+def _speed(run: run_config.RunConfig, devices: Devices, ds: DeepSpeedConfig) -> float:
     """Return tokens per second without communication: the plan, which takes its time, is for the
     size that is chosen.
     """
-    peak = devices.gpu.peak(ds_config.matmul_precision(ds)) or 0.0
+    peak = devices.gpu.peak(ds.matmul_precision) or 0.0
     return (devices.gpus * devices.nodes * peak * expected_mfu(run, devices.gpu, ds)
             / objective_of(run).flops_per_token(run))
 
 
-def _best_shape(file: str, changes: Changes, most: float, seconds: float, devices: Devices, ds: dict
-                ) -> tuple[float, Changes]:
+def _best_shape(file: str, changes: Changes, most: float, seconds: float, devices: Devices,
+                ds: DeepSpeedConfig) -> tuple[float, Changes]:
     """Return (tokens that it sees, `changes` with the shape of the lowest expected loss)."""
     found = []
     for layers, width in _SHAPES:

@@ -19,6 +19,7 @@ from deberta_ds.base.errors import UserError, raise_problems, tell
 from deberta_ds.config.batch_schedule import micro_batches, phases, problems_with_ranks
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.engine.gpus import Gpu
 from deberta_ds.engine.passes import are_summed, graph_obstacle
 from deberta_ds.model.precision import DTYPES
@@ -28,11 +29,10 @@ from deberta_ds.training import meters
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _MANY_RANKS, _MANY_RANKS_BUCKET = 256, 200_000_000  # at least
-BUCKET = 500_000_000  # DeepSpeed's default of every bucket size, elements
+BUCKET = ds_config.Zero().reduce_bucket_size  # DeepSpeed's default, elements
 _RING_SHARE = 0.95  # of a link that a ring of large messages gets
 _LARGE = 200_000_000  # parameters of which a trace takes seconds
 _ABOUT = 0.03  # of the time: no difference that the planner can tell
-_LIVE = 1_000_000_000  # stage3_max_live_parameters
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,14 @@ class Choice:
     days: float
 
 
-def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
+def memory_of(parameters: int, ds: DeepSpeedConfig, ranks: int, activations: Activations,
               accumulates: bool, summed: bool) -> Memory:
-    """Return the memory of one rank under a DeepSpeed dict.
+    """Return the memory of one rank under a DeepSpeed JSON.
 
     summed: gradients of the micro-batches are summed outside of DeepSpeed (`engine.passes`).
     """
-    zero = ds.get("zero_optimization", {})
-    stage, width = ds_config.zero_stage(ds), DTYPES[ds_config.precision(ds)].itemsize
-    part = -(-parameters // ranks)
-    bucket = width * int(zero.get("reduce_bucket_size", BUCKET))
-    away = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    zero, stage, width = ds.zero_optimization, ds.stage, DTYPES[ds.precision].itemsize
+    part, bucket = -(-parameters // ranks), width * zero.reduce_bucket_size
     # From the second micro-batch on, stages 0 and 1 hold whole gradients and stage 2 its part.
     if summed:  # all gradients of a pass at once, their sums, and these again as DeepSpeed's
         flat = 4 * min(parameters, BUCKET) if stage == 0 and ranks > 1 else 2 * bucket
@@ -99,24 +96,23 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
         return Memory(width * parameters, 8 * parameters, 0, work, width * parameters + flat, 0)
     optimizer, update = 12 * part, (2 * width + 4) * part
     if stage == 3:
-        live = width * min(parameters, int(zero.get("stage3_max_live_parameters", _LIVE)))
-        group = min(part, int(zero.get("sub_group_size", _LIVE)))
+        live = width * min(parameters, zero.stage3_max_live_parameters)
         memory = Memory(width * part, optimizer, width * part + bucket,
-                        activations.peak(0.0) + live, 4 * group, 0)
+                        activations.peak(0.0) + live, 4 * min(part, zero.sub_group_size), 0)
     else:
         share = 1.0 if stage == 1 else 1.0 / ranks
         work = activations.peak(0.0) + round(share * width * parameters) if accumulates \
             else activations.peak(1.0 / ranks)
-        buckets = min(bucket * (2 if zero.get("overlap_comm") else 1), 2 * width * parameters)
+        buckets = min(bucket * (2 if zero.overlap_comm else 1), 2 * width * parameters)
         memory = Memory(width * parameters, optimizer, 0, work + buckets, update, 0)
-    if away:
+    if ds.offload().device != "none":
         memory = replace(memory, optimizer=0, update=0, offloaded=16 * part)
-    if (zero.get("offload_param") or {}).get("device", "none") != "none":
+    if ds.offload("offload_param").device != "none":
         memory = replace(memory, weights=0, offloaded=memory.offloaded + width * part)
     return memory
 
 
-def most_sent(sizes: list[int], ds: dict, ranks: int, micro_batches: int) -> float:
+def most_sent(sizes: list[int], ds: DeepSpeedConfig, ranks: int, micro_batches: int) -> float:
     """Return an upper bound of the bytes that a rank sends in a step, in rings.
 
     sizes: of the parameters. Stages 0 to 2 all-reduce gradients, stage 2 those of every
@@ -124,10 +120,8 @@ def most_sent(sizes: list[int], ds: dict, ranks: int, micro_batches: int) -> flo
     gathers every weight for each use, at most four times in a micro-batch, the embedding six times;
     DeepSpeed's stage3_max_reuse_distance and _max_live_parameters may spare most of it.
     """
-    stage, width = ds_config.zero_stage(ds), DTYPES[ds_config.precision(ds)].itemsize
-    total = sum(sizes)
-    sent = ds.get("communication_data_type")
-    gradients = total * (DTYPES[sent].itemsize if sent else width)
+    stage, width, total = ds.stage, DTYPES[ds.precision].itemsize, sum(sizes)
+    gradients = total * DTYPES[ds.communication_data_type or ds.precision].itemsize
     share = (ranks - 1) / ranks  # of what is gathered or scattered
     if stage == 3:
         padded = [-(-size // ranks) * ranks for size in sizes]
@@ -150,7 +144,7 @@ def host_seconds(tensors: int, ranks: int) -> float:
     return tensors * (0.9e-3 + 1.2e-5 * ranks)
 
 
-def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu: float
+def make_plan(run: RunConfig, ds: DeepSpeedConfig, *, gpu: Gpu, gpus: int, nodes: int, mfu: float
               ) -> list[Choice]:
     """Return every ZeRO stage x recomputation for `run` on `nodes` x `gpus` of a kind.
 
@@ -161,8 +155,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     raise_problems("optimizer", ds_config.problems_with_optimizer(run.optim.name, ds))
     ranks = gpus * nodes
     accumulation = ds_config.accumulation_steps(run, ranks)
-    precision = ds_config.precision(ds)
-    peak_flops = gpu.peak(ds_config.matmul_precision(ds))
+    peak_flops = gpu.peak(ds.matmul_precision)
     if peak_flops is None:
         raise UserError("this card has no bf16: give a DeepSpeed JSON of fp16, such as "
                         "--deepspeed_config ds_configs/zero1_fp16.json")
@@ -179,9 +172,10 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             tell(f"planning with activation checkpointing {name} (some seconds) ...")
         train = replace(run.train, activation_checkpointing=name,
                         activation_checkpointing_interval=1)
-        activations = trace(replace(run, train=train), DTYPES[precision], fused=True)
+        activations = trace(replace(run, train=train), DTYPES[ds.precision], fused=True)
         for stage in (0, 1, 2, 3):
-            staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
+            zero = ds.zero_optimization.model_copy(update={"stage": stage})
+            staged = ds.model_copy(update={"zero_optimization": zero})
             if ds_config.problems_between(staged):
                 continue  # pretrain would reject it
             summed = are_summed(staged, accumulation > 1) or not graph_obstacle(
@@ -213,8 +207,8 @@ def recommended(choices: list[Choice]) -> Choice | None:
     return min(about, key=lambda c: (c.stage, c.days), default=None)
 
 
-def advise(run: RunConfig, ds: dict, best: Choice, parameters: int, *, gpu: Gpu, ranks: int
-           ) -> list[str]:
+def advise(run: RunConfig, ds: DeepSpeedConfig, best: Choice, parameters: int, *, gpu: Gpu,
+           ranks: int) -> list[str]:
     """Return what else to set for `best` on this cluster, and what to expect of failures."""
     lines = []
     if larger := _larger_micro_batch(run, best, ranks, gpu):
@@ -224,7 +218,7 @@ def advise(run: RunConfig, ds: dict, best: Choice, parameters: int, *, gpu: Gpu,
     if ranks >= _MANY_RANKS:
         lines.append(f"reduce_bucket_size = {_MANY_RANKS_BUCKET:,} to {BUCKET:,}: "
                      f"{ranks:,} ranks make each message of a ring that much smaller")
-        if ds_config.precision(ds) == "bf16" and "communication_data_type" not in ds:
+        if ds.precision == "bf16" and not ds.communication_data_type:
             lines.append('communication_data_type = "fp32": sums of so many ranks in bf16 are '
                          "biased (it doubles what the gradients send)")
     pause = meters.pause_of_copy(parameters, ranks)

@@ -12,7 +12,7 @@ performance.md.
 import numpy as np
 
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.engine import ds_config
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.engine.gpus import GPUS, Gpu
 from deberta_ds.engine.passes import graph_obstacle
 from deberta_ds.objectives.build import objective_of
@@ -29,11 +29,11 @@ LAYER_SECONDS, _REPLAY_SECONDS, _UPDATE_SECONDS = 8e-3, 3e-3, 17e-3
 _CPU = {"fp32": (.45, .73), "bf16": (.25, .64)}  # 128 and 384 wide
 
 
-def expected_mfu(run: RunConfig, gpu: Gpu, ds: dict) -> float:
+def expected_mfu(run: RunConfig, gpu: Gpu, ds: DeepSpeedConfig) -> float:
     """Return the expected share of the peak; between the tables' widths and lengths on a straight
     line of their logarithms, beyond them as at their edges.
     """
-    products = ds_config.matmul_precision(ds)
+    products = ds.matmul_precision
     if gpu.is_cpu:
         width = np.log(run.model.hidden_size)
         return float(np.interp(width, np.log((128, 384)), _CPU.get(products, _CPU["bf16"])))

@@ -19,6 +19,7 @@ from typing import Any
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.user_code import is_own
 from deberta_ds.config.model import RANDOM, padded_rows
+from deberta_ds.config.objective import KINDS
 from deberta_ds.config.run_config import FREE_FIELDS, ModelConfig
 
 
@@ -61,10 +62,10 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
 
 
 def _has_generator(kind: str) -> bool:
-    from deberta_ds.objectives.build import OBJECTIVES, objective_named
+    from deberta_ds.objectives.build import objective_named
 
     with suppress(UserError):  # of one's own: said when the run is checked
-        return (kind in OBJECTIVES or is_own(kind)) and "generator" in objective_named(kind).HEADS
+        return (kind in KINDS or is_own(kind)) and "generator" in objective_named(kind).HEADS
     return False
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from pydantic import Field
 from safetensors import safe_open
 
 from deberta_ds.base.errors import UserError
@@ -21,14 +20,14 @@ from deberta_ds.checkpoint.find import RunRecord, local_copy, newest, read_run_r
 from deberta_ds.config.model import RANDOM
 from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
-from deberta_ds.finetuning.models import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
+from deberta_ds.finetuning.models import FACTS, MODEL, RESULT, Result, find_finetuned, is_finetuned
 from deberta_ds.objectives.build import objective_named
 from deberta_ds.publish.convert import Summary
 from deberta_ds.publish.hf import GENERATOR_DIRECTORY
 from deberta_ds.release.model_files import SAFETENSORS
 from deberta_ds.release.reader import SIDE_FILE
 from deberta_ds.report.pages import template
-from deberta_ds.report.rundata import READ, Count, Score, Text, baseline_name, checked, read_checked
+from deberta_ds.report.rundata import baseline_name, read_checked
 from deberta_ds.tasks.task import TEST, Task
 from deberta_ds.tracking.log import METRICS_FILE, read_metrics
 
@@ -76,28 +75,6 @@ class Training:
     base_model: str = ""
     failure: str = ""
     pipeline_options: str = ""
-
-
-@checked(config=READ, frozen=True)
-class _Table:
-    """The scores of a labeled table."""
-
-    examples: Count
-    metrics: dict[Text, dict[Text, Score]]  # {name: {"value", "low", "high"}}
-    majority: dict[Text, Score]
-
-
-@checked(config=READ, frozen=True)
-class _Result:
-    """What a card says of a fine-tuning run's result.json."""
-
-    seed: Count
-    start: str
-    init_from: str
-    train: tuple[str, Count]
-    val: tuple[str, Count]
-    scores: dict[Text, _Table] = Field(default_factory=dict)  # none of a diverged run
-    failure: str = ""
 
 
 def write_finetuned_card(out: Path, task: str, seed: int) -> None:
@@ -212,7 +189,7 @@ def _of_finetuned(directory: Path) -> Training:
         training.pipeline_options = f', aggregation_strategy="{strategy}"'
     rows = training.settings = [("task", task.name)]
     if (directory.parent / RESULT).is_file():
-        result = read_checked(directory.parent / RESULT, _Result)[0]
+        result = read_checked(directory.parent / RESULT, Result)[0]
         training.base_model, training.failure = _end(result.start, 2), result.failure
         rows += [("base model", training.base_model),
                  ("initialized from", _end(result.init_from, 3)), ("seed", f"{result.seed}"),
@@ -224,7 +201,7 @@ def _of_finetuned(directory: Path) -> Training:
     return training
 
 
-def _add_tables(training: Training, task: Task, result: _Result) -> None:
+def _add_tables(training: Training, task: Task, result: Result) -> None:
     """Add the scores of a fine-tuned model's labeled tables, and the names of their files."""
     training.scores_note = ("With 95 % bootstrap intervals. The kept evaluation was chosen on the "
                             "validation set.")

@@ -10,20 +10,13 @@ from torch import nn
 
 from deberta_ds.base.files import write_atomic
 from deberta_ds.evaluate.fill_mask import Filling, fill_mask, load_masked_lm
+from deberta_ds.finetuning.models import RESULTS_FILE, Result
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.release.reader import LoadedModel
 from deberta_ds.report import charts, tables
 from deberta_ds.report.charts import Chart, Series
 from deberta_ds.report.pages import render
-from deberta_ds.report.rundata import (
-    RESULTS_FILE,
-    Run,
-    SeedRun,
-    Sweep,
-    TaskScores,
-    read_checked,
-    read_run,
-)
+from deberta_ds.report.rundata import Run, Sweep, TaskScores, read_checked, read_run
 from deberta_ds.report.tables import Cell, Table
 
 NUM_COLORS = 8
@@ -106,7 +99,7 @@ def _proposals(fillings: list[Filling]) -> str:
     return " · ".join(f"{filling.text} {filling.probability:.1%}" for filling in fillings)
 
 
-def _curves(name: str, task: TaskScores, runs: list[SeedRun]) -> Chart | None:
+def _curves(name: str, task: TaskScores, runs: list[Result]) -> Chart | None:
     """Return the validation score by epoch, one line a seed; None if nothing was evaluated."""
     series = []
     for n, run in enumerate(runs):

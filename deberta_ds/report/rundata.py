@@ -9,27 +9,20 @@ from typing import Annotated, Any
 
 import numpy as np
 import pydantic_core
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.user_code import digest, is_own, split
 from deberta_ds.cluster import lock
 from deberta_ds.config.run_config import RunConfig
+from deberta_ds.finetuning.models import READ, RESULTS_FILE, Count, Result, Score, Text
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
 from deberta_ds.objectives.build import objective_named, own_metrics
 from deberta_ds.tracking.log import KINDS, METRICS_FILE, read_metrics
 
-# results.json of a fine-tuning sweep as the page reads it (written by launch/sweep.py).
-RESULTS_FILE = "results.json"
-# Strict about types; keys that a page does not draw may be there.
-READ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 _MOST_NAMED = 3
 _TIME_KEYS = ("seconds", "saves_seconds", "evaluations_seconds", "restarts_seconds")
-
-Score = Annotated[float, Field(ge=-1, le=1)]
-Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-Text = Annotated[str, Field(max_length=2000)]
 
 
 def baseline_name(metric: Metric) -> str:
@@ -62,22 +55,8 @@ class TaskScores:
 
 
 @checked(config=READ, frozen=True)
-class SeedRun:
-    """One (task, seed) of the sweep; an entry of `history` holds epoch, loss and the metrics."""
-
-    task: Text
-    seed: Count
-    score: Score
-    failed: bool
-    settings: dict[Text, Any] = Field(default_factory=dict)
-    history: list[dict[Text, Annotated[float, Field(ge=-1e300, le=1e300)]]] = Field(
-        default_factory=list)
-    confusion: list[list[Count]] = Field(default_factory=list)
-
-
-@checked(config=READ, frozen=True)
 class Sweep:
-    """Every task and run of a sweep; the mean is of the task medians."""
+    """results.json of a fine-tuning sweep; the mean is of the task medians."""
 
     tasks: dict[Text, TaskScores]
     model: str = ""
@@ -85,9 +64,9 @@ class Sweep:
     mean_of: Count = 0
     suite: Text = "SuperGLUE"
     suite_tasks: Count = 8  # what the leaderboard's mean is of
-    runs: list[SeedRun] = Field(default_factory=list)
+    runs: list[Result] = Field(default_factory=list)
 
-    def runs_of(self, task: str) -> list[SeedRun]:
+    def runs_of(self, task: str) -> list[Result]:
         """Return the runs of a task by seed."""
         return sorted((run for run in self.runs if run.task == task), key=lambda run: run.seed)
 

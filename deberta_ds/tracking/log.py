@@ -9,7 +9,6 @@ numbers, the caller says: the metrics that its objective declares (`objectives.b
 torch is imported only when the first TensorBoard value is written.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -21,11 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, naming, tell
 from deberta_ds.base.files import parse_json, write_atomic
 from deberta_ds.base.numbers import fill, format_count, format_duration, format_value
-from deberta_ds.config.run_config import LogConfig
 from deberta_ds.tracking import trackers
 
 METRICS_FILE = "metrics.jsonl"
@@ -54,20 +51,6 @@ def non_default_texts(values: dict, origins: dict[str, str], top: str) -> list[s
     return ["\n".join([f"set by {origin}:", *(
         fill(f"{'':10}{section:<15} {', '.join(pairs)}", 79, hanging=26).replace("\0", " ")
         for section, pairs in sections.items())]) for origin, sections in groups.items()]
-
-
-def trackers_of(log: LogConfig) -> list[trackers.Open]:
-    """Return TensorBoard and what else is named; UserError if a service's library is missing."""
-    found = [trackers.tensorboard, *(trackers.callback(user_code.function("log.callbacks", name))
-                                     for name in log.callbacks)]
-    for name, option, opener in trackers.SERVICES:
-        value = option(log)
-        if value and importlib.util.find_spec(name) is None:
-            raise UserError(f"log.{name} = {value!r}: needs the package {name}, which is "
-                            'missing here: pip install "deberta_ds[trackers]"')
-        if value:
-            found.append(opener(value))
-    return found
 
 
 @dataclass(frozen=True)

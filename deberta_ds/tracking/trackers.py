@@ -6,6 +6,7 @@ which are not installed with this package. What they cannot take is said once an
 all numbers are in metrics.jsonl.
 """
 
+import importlib.util
 import json
 import logging
 import secrets
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.base.errors import first_line
+from deberta_ds.base import user_code
+from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.config.run_config import LogConfig
 
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -134,6 +136,14 @@ def _forgiving(name: str, begin: Open) -> Open:
     return guarded_begin
 
 
-# What `log.trackers_of` opens: package, its option in [log], opener.
-SERVICES: tuple[tuple[str, Callable[[LogConfig], str], Callable[[str], Open]], ...] = (
-    ("wandb", lambda log: log.wandb, wandb), ("mlflow", lambda log: log.mlflow, mlflow))
+def trackers_of(log: LogConfig) -> list[Open]:
+    """Return TensorBoard and what else is named; UserError if a service's library is missing."""
+    found = [tensorboard, *(callback(user_code.function("log.callbacks", name))
+                            for name in log.callbacks)]
+    for name, value, service in (("wandb", log.wandb, wandb), ("mlflow", log.mlflow, mlflow)):
+        if value and importlib.util.find_spec(name) is None:
+            raise UserError(f"log.{name} = {value!r}: needs the package {name}, which is "
+                            'missing here: pip install "deberta_ds[trackers]"')
+        if value:
+            found.append(service(value))
+    return found

@@ -2,40 +2,16 @@
 
 import itertools
 import json
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import xxhash
 
+from deberta_ds.checkpoint.find import Best
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.rows import Row
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric
 from deberta_ds.objectives.build import metrics_of
 from deberta_ds.training.pairs import Pairs
-
-
-@dataclass
-class Best:
-    """What `train.best_metric` has come to; a part of every checkpoint's run.json."""
-
-    score: str  # a metric's key; empty: none is looked at
-    scored: str = field(kw_only=True)  # checksum of what it is a score of
-    value: float | None = None
-    step: int = 0
-    without: int = 0  # evaluations since then, none of them better
-
-    def accept(self, metric: Metric, step: int, value: float | None) -> bool:
-        """Take note of an evaluation; return whether it is the best one so far."""
-        if value is not None and math.isfinite(value) and (
-                self.value is None or metric.is_better(value, self.value)):
-            self.value, self.step, self.without = value, step, 0
-            return True
-        self.without += 1
-        return False
-
-    def __str__(self) -> str:
-        return f"{self.score} = {self.value:.6g} at step {self.step:,}" if self.value is not None \
-            else f"{self.score} was never measured"
 
 
 def what_is_scored(run: RunConfig, held_out: dict[str, list[Row]], pairs: Pairs) -> str:
@@ -49,20 +25,19 @@ def what_is_scored(run: RunConfig, held_out: dict[str, list[Row]], pairs: Pairs)
     return digest.hexdigest()
 
 
-def continued(run: RunConfig, saved: dict, scored: str) -> tuple[Best, str]:
+def continued(run: RunConfig, saved: Best, scored: str) -> tuple[Best, str]:
     """Return the `saved` best of a checkpoint and "", or a new one where it is of another score.
 
     Also of the same score of other rows than now, `scored`, whose value would never be reached, or
     always; that is worth a line of the log.
     """
     new = Best(run.train.best_metric, scored=scored)
-    if not saved or saved["score"] != run.train.best_metric:
+    if saved.score != run.train.best_metric:
         return new, ""
-    best = Best(**saved)
-    if best.value is None or best.scored == scored:
-        return replace(best, scored=scored), ""
+    if saved.value is None or saved.scored == scored:
+        return replace(saved, scored=scored), ""
     return new, ("WARNING: the held-out sequences of train.best_metric have changed: the best so "
-                 f"far, {best}, is discarded")
+                 f"far, {saved}, is discarded")
 
 
 def metric_of(run: RunConfig) -> Metric | None:

@@ -21,11 +21,12 @@ from deberta_ds.checkpoint.find import RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.model import padded_rows
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.config.run_config import FREE_FIELDS, RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.mixture import FEW_EPOCHS, MANY_EPOCHS
 from deberta_ds.data.rows import Batch, Row, RowDataset, eval_sequences
-from deberta_ds.engine.optim import learning_rate
+from deberta_ds.engine.ds_config import CompleteConfig
 from deberta_ds.engine.state import CheckpointError
 from deberta_ds.files.remote import Cache
 from deberta_ds.objectives.build import objective_of, parameter_sizes
@@ -58,7 +59,7 @@ Known = dict[str, Input]  # those that are open, by their names
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, and the complete DeepSpeed dict."""
+    """The inputs of a run, and what DeepSpeed gets."""
 
     tokenizer: Tokenizer
     pairs: tuple[Pairs, list[str]]
@@ -66,13 +67,13 @@ class Inputs:
     held_out: dict[str, list[Row]]  # sequences, by the names of data.heldout
     identity: dict[str, str]  # of all inputs, whose digests share no name
     lines: list[str]  # what the log says of them
-    ds: dict
+    ds: CompleteConfig
     sizes: dict[str, int]  # of the model's parameters, in elements
 
 
-def open_inputs(run: RunConfig, ds: dict, place: str, step: int = 0) -> Inputs:
+def open_inputs(run: RunConfig, ds: CompleteConfig, place: str, step: int = 0) -> Inputs:
     """Open all inputs in one phase of all ranks, and check them, for a run that goes on at `step`.
-    `ds` is the complete DeepSpeed dict. UserError on every rank.
+    UserError on every rank.
     """
     def opened() -> Known:
         known: Known = {}  # in the order of the fields of Inputs

@@ -3,21 +3,19 @@
 import os
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from deberta_ds.base.numbers import format_count
-from deberta_ds.checkpoint.find import RunRecord
+from deberta_ds.checkpoint.find import Best, RunRecord
 from deberta_ds.cluster import dist
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import batch_schedule, run_config
 from deberta_ds.config.run_config import RunConfig
-from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import gradient_norm
 from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training import meters
-from deberta_ds.training.best import Best
 from deberta_ds.training.meters import Meters, SpeedMeter, TimeUse, WorkMeter, find_slowest
 from deberta_ds.training.start import Started, versions
 from deberta_ds.training.step import BadSteps, StepResult
@@ -53,7 +51,7 @@ class Journal:
         self._seconds_before = record.seconds if record else 0.0
         self._started = time.monotonic()
         device = self._engine.device
-        matmuls = ds_config.matmul_precision(self._inputs.ds)
+        matmuls = self._inputs.ds.matmul_precision
         has_peak = device.type == "cuda" and not (run.train.tf32 and matmuls == "fp32")
         peak = peak_flops(device, matmuls) if has_peak else None
         speed = SpeedMeter(peak, dist.world_size(), self.sequences_seen)
@@ -136,9 +134,8 @@ class Journal:
         return RunRecord(
             step=self.step, sequences_seen=self.sequences_seen, tokens_seen=self.tokens_seen,
             seconds=self.seconds, world_size=dist.world_size(), config=run_config.to_dict(run),
-            deepspeed=inputs.ds,
-            content_hashes=inputs.identity, tokenizer_sha256=inputs.tokenizer.sha256,
-            versions=versions(),
+            deepspeed=inputs.ds.as_dict(), content_hashes=inputs.identity,
+            tokenizer_sha256=inputs.tokenizer.sha256, versions=versions(),
             recent_losses=list(bad_steps.spikes.losses), since_line=self._since_line,
-            time_use=dict(self.meters.time_use.seconds), best=asdict(best),
+            time_use=dict(self.meters.time_use.seconds), best=replace(best),
             begun_from=self._begun_from)

@@ -17,14 +17,15 @@ from deberta_ds.base import user_code
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.base.files import ReadFile
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.find import BEST, RunRecord
+from deberta_ds.checkpoint.find import BEST, Best, RunRecord
 from deberta_ds.checkpoint.save import Save, begin_save, finish_save, is_permanent, point_best
 from deberta_ds.checkpoint.upload import Uploads
 from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.config.run_config import PROFILE_AFTER, RunConfig, TrainConfig
 from deberta_ds.engine import engine
-from deberta_ds.engine.optim import learning_rate
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.engine.state import base_optimizer, read_loss_scale
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.objectives.build import objective_of
@@ -38,7 +39,7 @@ from deberta_ds.training.start import Started, start
 from deberta_ds.training.step import BadStepError, BadSteps, StepResult, train_step
 
 
-def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
+def pretrain(run: RunConfig, ds: DeepSpeedConfig, *, resume: str, place: str,
              origins: dict[str, str], callbacks: Sequence[Callable[[dict], None]] = ()) -> int:
     """Train `run` from its newest checkpoint (or step 0) to its end; call on every rank.
 
@@ -46,7 +47,7 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Returns the exit code: 0, or EXIT_REQUEUE if a signal asked to stop.
     """
     watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds)
-    with watchdog.watch(), start(run, ds_values, resume=resume, place=place, origins=origins,
+    with watchdog.watch(), start(run, ds, resume=resume, place=place, origins=origins,
                                  watchdog=watchdog, callbacks=callbacks) as started:
         stopped = _train(run, started, watchdog)
     return EXIT_REQUEUE if stopped else 0
@@ -194,10 +195,10 @@ class Trainer:
         self.run, self.inputs, self.engine = run, started.inputs, started.engine
         self.log, self.stop_request = started.log, started.stop_request
         self.objective = objective_of(run)
-        self.best = best.Best(run.train.best_metric, scored="")
+        self.best = Best(run.train.best_metric)
         if run.train.best_metric:
             scored = best.what_is_scored(run, self.inputs.held_out, self.inputs.pairs[0])
-            self.best, note = best.continued(run, record.best if record else {}, scored)
+            self.best, note = best.continued(run, record.best if record else Best(), scored)
             if note:
                 self.log.info(note)
         self.journal = Journal(run, started, watchdog)

@@ -20,6 +20,7 @@ from deberta_ds.checkpoint.upload import check_owner
 from deberta_ds.cluster import dist
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.files import remote
 from deberta_ds.training.inputs import batches_of
 from deberta_ds.training.meters import STATE_BYTES
@@ -155,16 +156,16 @@ def compared(what: str, rates: dict[str, float]) -> str:
             f"GB/s, slowest {slowest}")
 
 
-def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
+def rehearse(run: RunConfig, ds: DeepSpeedConfig, *, resume: str, place: str,
              origins: dict[str, str]) -> None:
     """Check a run and take its first micro-batch forward and backward; nothing is kept on disk.
 
     Where it would go on from a checkpoint, that is verified; the micro-batch sees random weights.
     Raises UserError, on every rank, also if the loss or a gradient is not finite.
     """
-    warnings, kernels, ds = join_group(
-        run, ds_values, place, {"--resume": resume, "--check": True})
-    found, record, inputs = open_run(run, ds, place, resume)
+    warnings, kernels, complete = join_group(
+        run, ds, place, {"--resume": resume, "--check": True})
+    found, record, inputs = open_run(run, complete, place, resume)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins, kernels)))
     lines = preflight(engine.local_device(), socket.gethostname())

@@ -29,6 +29,7 @@ from deberta_ds.config import run_config
 from deberta_ds.config.model import RANDOM, ModelConfig
 from deberta_ds.config.run_config import RunConfig, SourceConfig
 from deberta_ds.engine import ds_config, engine, passes
+from deberta_ds.engine.ds_config import CompleteConfig, DeepSpeedConfig
 from deberta_ds.engine.engine import local_device
 from deberta_ds.engine.optim import thaw_factor
 from deberta_ds.engine.state import CheckpointError
@@ -38,7 +39,7 @@ from deberta_ds.objectives.build import held_parameters, metrics_of, objective_p
 from deberta_ds.release.initialize import has_other_tokens, initial_tensors, shape_differences
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking import trackers
-from deberta_ds.tracking.log import RunLog, non_default_texts, trackers_of
+from deberta_ds.tracking.log import RunLog, non_default_texts
 from deberta_ds.training import best, meters
 from deberta_ds.training.inputs import Inputs, check_identity, open_inputs
 
@@ -61,20 +62,20 @@ class Started:
 
 
 @contextmanager
-def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: dict[str, str],
-          watchdog: Watchdog, callbacks: Sequence[Callable[[dict], None]] = ()
-          ) -> Iterator[Started]:
+def start(run: RunConfig, ds: DeepSpeedConfig, *, resume: str, place: str,
+          origins: dict[str, str], watchdog: Watchdog,
+          callbacks: Sequence[Callable[[dict], None]] = ()) -> Iterator[Started]:
     """Yield a started run, and hold its out_dir until the end; call on every rank.
 
     Raises UserError, on every rank.
     """
-    warnings, kernels, ds = join_group(
-        run, ds_values, place, {"--resume": resume, "--check": False})
+    warnings, kernels, complete = join_group(
+        run, ds, place, {"--resume": resume, "--check": False})
     stop_request = signals.listen()  # before, a signal ends the process
     stop_request.leave = partial(_leave, run.out_dir)
     with lock.held(run.out_dir):
         watchdog.join()
-        found, record, inputs = open_run(run, ds, place, resume)
+        found, record, inputs = open_run(run, complete, place, resume)
         if run.train.upload:
             dist.on_main(lambda: check_owner(run.out_dir, run.train.upload, resume, claims=True))
         lines = [*describe(run, inputs, origins, kernels), *warnings, *found.warnings]
@@ -96,7 +97,7 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
 
 
 def _open_log(run: RunConfig, callbacks: Sequence[Callable[[dict], None]]) -> RunLog:
-    track = [*trackers_of(run.log), *map(trackers.callback, callbacks)]
+    track = [*trackers.trackers_of(run.log), *map(trackers.callback, callbacks)]
     return RunLog(run.out_dir, dist.is_main(), metrics=metrics_of(run),
                   total_steps=run.train.steps, track=track)
 
@@ -109,24 +110,24 @@ def _leave(out_dir: str) -> None:
     os._exit(EXIT_REQUEUE)
 
 
-def join_group(run: RunConfig, ds_values: dict, place: str, asked: dict[str, Any] | None = None
-               ) -> tuple[list[str], dict[str, dict[str, str]], dict]:
+def join_group(run: RunConfig, ds: DeepSpeedConfig, place: str, asked: dict[str, Any] | None = None
+               ) -> tuple[list[str], dict[str, dict[str, str]], CompleteConfig]:
     """Join the process group, check what can be checked without the inputs; return (warnings,
-    `kernel_choices`, the complete DeepSpeed dict).
+    `kernel_choices`, what DeepSpeed gets).
 
-    `ds_values` is a DeepSpeed JSON, `place` names the run file in errors; `asked`: what else was
-    asked on the command line. Raises UserError, on every rank.
+    `place` names the run file in errors; `asked`: what else was asked on the command line. Raises
+    UserError, on every rank.
     """
-    warnings = engine.check_machine(ds_values, place)
+    warnings = engine.check_machine(ds, place)
     join(run_config.to_dict(run) | (asked or {}) | {
-        "DeepSpeed JSON": ds_values, "out_dir, absolute": os.path.abspath(run.out_dir)})
-    kernels = agreed_kernels(partial(kernel_choices, run.model, ds_values))
-    ds = dist.together(lambda: check_run(run, ds_values, dist.world_size(), place))
+        "DeepSpeed JSON": ds.as_dict(), "out_dir, absolute": os.path.abspath(run.out_dir)})
+    kernels = agreed_kernels(partial(kernel_choices, run.model, ds))
+    complete = dist.together(lambda: check_run(run, ds, dist.world_size(), place))
     if local_device().type == "cpu":
         cpu.use_onednn()
     elif run.train.tf32:
         torch.set_float32_matmul_precision("high")
-    return warnings, kernels, ds
+    return warnings, kernels, complete
 
 
 def join(asked: dict[str, Any]) -> torch.device:
@@ -147,13 +148,11 @@ def agreed_kernels(choose: Callable[[], Any]) -> Any:
     return dist.together(choose)
 
 
-def kernel_choices(model: ModelConfig, ds: dict, without: tuple[str, ...] = ()
+def kernel_choices(model: ModelConfig, ds: DeepSpeedConfig, without: tuple[str, ...] = ()
                    ) -> dict[str, dict[str, str]]:
     """Return which implementation of each part of a model this rank takes, and why."""
-    weights = DTYPES[ds_config.precision(ds)]
-    matmuls = DTYPES[ds_config.matmul_precision(ds)]
-    return choose.choices(model, local_device(), weights, matmuls, ds_config.zero_stage(ds),
-                          without)
+    return choose.choices(model, local_device(), DTYPES[ds.precision],
+                          DTYPES[ds.matmul_precision], ds.stage, without)
 
 
 def versions() -> dict[str, str]:
@@ -162,18 +161,18 @@ def versions() -> dict[str, str]:
     return {"deberta_ds": __version__, "python": platform.python_version()} | found
 
 
-def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> dict:
-    """Return the complete DeepSpeed dict of a run. Raises ConfigError with every cross problem,
+def check_run(run: RunConfig, ds: DeepSpeedConfig, world_size: int, place: str) -> CompleteConfig:
+    """Return what DeepSpeed gets for a run. Raises ConfigError with every cross problem,
     but for those of its inputs.
     """
-    problems = [*user_code.problems(run), *objective_problems(run, ds)]
+    on_nvme = any(ds.offload(name).nvme_path for name in ds_config.OFFLOADS)
+    problems = [*user_code.problems(run), *objective_problems(run, on_nvme)]
     if run.train.best_metric or run.train.patience:
         problems += best.problems(run)
     if run.init.embeddings_only and run.init.source.startswith(RANDOM):
         problems.append("init.embeddings_only needs weights; leave random: out of init.from")
-    complete = {}
     try:
-        complete = ds_config.resolve(run, ds, world_size)
+        ds_config.accumulation_steps(run, world_size)
     except ConfigError as error:
         problems.append(str(error))
     model, train, optim = run.model, run.train, run.optim
@@ -191,16 +190,16 @@ def check_run(run: RunConfig, ds: dict, world_size: int, place: str) -> dict:
                         f"train.steps = {train.steps}")
     problems += ds_config.problems_on_this_node(ds)
     problems += ds_config.problems_with_optimizer(optim.name, ds)
-    if train.after_update and ds_config.offload_device(ds) == "nvme":
+    if train.after_update and ds.offload().device == "nvme":
         problems.append("train.after_update: its functions get weights in memory, and those of "
                         "offload_optimizer are on NVMe; leave one of the two out")
     if train.cuda_graph == "on" and (found := passes.graph_obstacle(run, ds, engine.device_type())):
         problems.append(f"train.cuda_graph = 'on': {found}; or write train.cuda_graph = \"auto\"")
     raise_problems(place, problems)
-    return complete
+    return ds_config.resolve(run, ds, world_size)
 
 
-def open_run(run: RunConfig, ds: dict, place: str, resume: str
+def open_run(run: RunConfig, ds: CompleteConfig, place: str, resume: str
              ) -> tuple[find.Found, RunRecord | None, Inputs]:
     """Find where the run goes on, open its inputs and check them; the group is joined.
 
@@ -228,14 +227,13 @@ def check_link(run: RunConfig) -> None:
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str],
              kernels: dict[str, dict[str, str]]) -> list[str]:
     """Return what a user wants to know at the start: non-default values, the model, the inputs."""
-    stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
-    matmuls = ds_config.matmul_precision(inputs.ds)
-    if matmuls != precision:
+    precision = inputs.ds.precision
+    if (matmuls := inputs.ds.matmul_precision) != precision:
         precision += f" weights with {matmuls} matmuls"
     if run.train.tf32 and local_device().type == "cuda":
         precision += ", fp32 matmuls in TF32"
     size = format_count(sum(inputs.sizes.values()))
-    lines = [f"{run.objective.kind} model: {size} parameters, ZeRO-{stage}, {precision}, "
+    lines = [f"{run.objective.kind} model: {size} parameters, ZeRO-{inputs.ds.stage}, {precision}, "
              f"{counted(dist.world_size(), 'rank')}", f"kernels: {choose.in_a_line(kernels)}",
              *frozen_lines(run, inputs.sizes, precision)]
     first, full = run.train.initial_batch_size, run.train.global_batch_size
@@ -269,7 +267,7 @@ def frozen_lines(run: RunConfig, sizes: dict[str, int], precision: str) -> list[
 def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str],
                  kernels: dict[str, dict[str, str]]) -> None:
     """Write OUT/config.json: the run, DeepSpeed dict, origins, versions, data. Rank 0 alone."""
-    record = {"run": run_config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
+    record = {"run": run_config.to_dict(run), "deepspeed": inputs.ds.as_dict(), "origins": origins,
               "versions": versions(), "content_hashes": inputs.identity,
               "world_size": dist.world_size(), "parameters": sum(inputs.sizes.values()),
               "kernels": kernels,

@@ -10,7 +10,7 @@ import torch
 from data_helpers import RUN_RECORD, STATE, fake_checkpoint
 
 from deberta_ds.checkpoint import find, save, saved_state
-from deberta_ds.checkpoint.find import RunRecord, rank_file, read_run_record
+from deberta_ds.checkpoint.find import Best, RunRecord, rank_file, read_run_record
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.engine.state import Buffer, CheckpointError, Piece, replicated
 
@@ -119,7 +119,7 @@ def test_a_frozen_parameter_of_16_bits_is_read_as_fp32(tmp_path):
 
 
 WHOLE = RunRecord(**RUN_RECORD | {
-    "config": {"name": "x"}, "best": {"score": "roc_auc", "value": None}, "recent_losses": [1.5],
+    "config": {"name": "x"}, "best": Best("roc_auc"), "recent_losses": [1.5],
     "versions": {"torch": "2"}, "time_use": {"saves": 0.25}, "begun_from": "/x"})
 
 

@@ -84,11 +84,12 @@ def test_the_ranks_share_every_update_that_is_still_to_come():
 
 
 def test_a_batch_that_would_never_be_full_is_refused(tmp_path):
+    from deberta_ds.engine.ds_config import DeepSpeedConfig
     from deberta_ds.training.start import check_run
 
     run, _ = run_config.load(make_run(tmp_path), ["--train.initial_batch_size=2",
                                               "--train.batch_warmup_steps=21"])
     with pytest.raises(ConfigError, match="train.batch_warmup_steps = 21: more than train.steps"):
-        check_run(run, {}, 1, "run.toml")
+        check_run(run, DeepSpeedConfig(), 1, "run.toml")
     shorter = replace(run, train=replace(run.train, batch_warmup_steps=20))
-    check_run(shorter, {}, 1, "run.toml")
+    check_run(shorter, DeepSpeedConfig(), 1, "run.toml")

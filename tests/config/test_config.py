@@ -18,7 +18,6 @@ from deberta_ds.config.options import OneOfOrOwn, Option, describe, options_of
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
 from deberta_ds.config.toml_files import as_override, parse_override
 from deberta_ds.corpus import recipe
-from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import Backbone, count_parameters, on_meta
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import Discriminator, RtdModel
@@ -123,17 +122,6 @@ def test_missing_and_invalid_files(tmp_path):
     (tmp_path / "bad.toml").write_text("a = = 3")
     with pytest.raises(ConfigError, match="not valid TOML"):
         run_config.load(tmp_path / "bad.toml")
-
-
-def test_clipping_is_always_written(run_file, tmp_path):
-    (tmp_path / "ds.json").write_text('{"gradient_clipping": "auto", "bf16": {"enabled": true}, '
-                                     '"zero_optimization": {"stage": 1}}')
-    run, _ = run_config.load(run_file, ["--optim.clip_norm=0"])
-    values = ds_config.load(tmp_path / "ds.json")
-    ds = ds_config.resolve(run, values, world_size=2)
-    assert ds["gradient_clipping"] == 0  # DeepSpeed's own default would clip at 1.0
-    assert ds["gradient_accumulation_steps"] == 2 and ds["train_batch_size"] == 8
-    assert ds_config.precision(ds) == "bf16"
 
 
 @pytest.mark.parametrize("value", [

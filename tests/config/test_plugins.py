@@ -11,8 +11,8 @@ from launching import ROOT, make_run
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
-from deberta_ds.config.run_config import OptimConfig
-from deberta_ds.engine.optim import build_optimizer, learning_rate
+from deberta_ds.config.optim import OptimConfig, learning_rate
+from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.objectives.build import objective_named, objective_of
 
 EXAMPLES = ROOT / "examples"

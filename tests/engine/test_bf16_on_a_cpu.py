@@ -105,9 +105,11 @@ def test_gradients_of_every_linear_layer_travel_in_16_bits():
     run, _ = run_config.load(ROOT / "launch/runs/demo.toml")
     used = {type(module) for module in build_model(run, None).modules()
             if isinstance(module, torch.nn.Linear)}
-    on = engine.with_autocast_modules({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    values = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    on = engine.dict_for_deepspeed(ds_config.DeepSpeedConfig(**values))
     named = set(on["torch_autocast"].pop("lower_precision_safe_modules"))
-    assert on == {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    assert on == values
     named |= {"torch.nn.modules.linear.Linear"} if "torch.nn.Linear" in named else set()
     assert {f"{kind.__module__}.{kind.__name__}" for kind in used} <= named
-    assert engine.with_autocast_modules({"bf16": {"enabled": True}}) == {"bf16": {"enabled": True}}
+    values = {"bf16": {"enabled": True}}
+    assert engine.dict_for_deepspeed(ds_config.DeepSpeedConfig(**values)) == values

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.config.optim import OptimConfig, learning_rate
 from deberta_ds.engine.engine import set_learning_rate
-from deberta_ds.engine.optim import build_optimizer, learning_rate
+from deberta_ds.engine.optim import build_optimizer
 
 STEPS, DECAY = 10, 0.1
 MATRICES = ("dense.weight", "square.weight")

@@ -18,6 +18,7 @@ from deberta_ds.checkpoint.saved_state import load_whole_state
 from deberta_ds.config import run_config
 from deberta_ds.data.rows import Row, collate
 from deberta_ds.engine import engine, passes
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.model.kernels import attention
 from deberta_ds.training.start import check_run
 
@@ -104,11 +105,12 @@ def test_a_graph_computes_the_documents_of_each_batch():
       "zero_optimization": {"stage": 1}}, "cuda", "grad_accum_dtype is in the way")])
 def test_what_cannot_be_a_graph_is_named(tmp_path, values, device, reason, monkeypatch):
     run, _ = run_config.load(make_run(tmp_path), ["--train.cuda_graph=on"])
+    ds = DeepSpeedConfig(**values)
     monkeypatch.setattr(engine, "device_type", lambda: device)
     with pytest.raises(ConfigError, match=f"train.cuda_graph = 'on': .*{reason}.*\"auto\""):
-        check_run(run, values, 1, "run.toml")
+        check_run(run, ds, 1, "run.toml")
     automatic = replace(run, train=replace(run.train, cuda_graph="auto"))
-    check_run(automatic, values, 1, "run.toml")
+    check_run(automatic, ds, 1, "run.toml")
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])

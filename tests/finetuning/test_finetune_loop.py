@@ -12,11 +12,13 @@ import pytest
 import rank_helpers
 import torch
 from launching import ROOT, deepspeed_json, python
+from report_cases import make_result
 from superglue_helpers import SAMPLE, read_lines, save_random, tiny_start, tokenizer_path
 from test_metrics_references import task_of
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import lock
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.finetuning import loop, sweep
 from deberta_ds.finetuning.models import (
     build_model,
@@ -95,8 +97,9 @@ def plan(tmp_path, tasks=("CB",), given=QUICK, **changes) -> sweep.Sweep:
     opened = tuple(task_named(task) if isinstance(task, str) else task for task in tasks)
     tables = load(None, given, (*TASK_NAMES, *(task.name for task in opened)))
     found = sweep.Sweep(
-        tasks=opened, num_seeds=2, start=tiny_start(), data=str(SAMPLE), out=tmp_path, deepspeed={},
-        device=torch.device("cpu"), settings=tables, any_size=True, say=lambda text: None)
+        tasks=opened, num_seeds=2, start=tiny_start(), data=str(SAMPLE), out=tmp_path,
+        deepspeed=DeepSpeedConfig(), device=torch.device("cpu"), settings=tables, any_size=True,
+        say=lambda text: None)
     return dataclasses.replace(found, **changes)
 
 
@@ -221,15 +224,9 @@ def test_the_summary_is_medians_and_the_leaderboards_mean():
         for seed, value in ((1, 0.5), (2, 0.7), (3, 0.6)):
             diagnostics = {"AX-b": {"matthews": 0.1}, "AX-g": {"gender_parity": 0.9,
                            "accuracy": 0.5}} if task.name == "RTE" else {}
-            confusion = {"confusion": [[2] * len(task.labels)] * len(task.labels)}
-            results.append({
-                "task": task.name, "seed": seed, "score": value, "failed": seed == 1,
-                "failure": "too bad",
-                "baseline": 0.5, "metrics": dict.fromkeys(task.metrics, value),
-                "diagnostics": diagnostics, "settings": {"epochs": 1},
-                "history": [{"epoch": 1.0, "step": 1, "loss": 1.0}
-                            | dict.fromkeys(task.metrics, value)],
-            } | (confusion if task.head != "mentions" else {}))
+            results.append(make_result(
+                task.name, seed, score=value, failed=seed == 1, failure="too bad",
+                metrics=dict.fromkeys(task.metrics, value), diagnostics=diagnostics))
     summary = sweep.summarize(TASKS, results)
     assert summary["mean"] == pytest.approx(0.6) and summary["mean_of"] == 8
     row = summary["tasks"]["MultiRC"]

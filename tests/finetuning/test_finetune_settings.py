@@ -12,7 +12,6 @@ from superglue_helpers import sample, tiny_start
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.engine import ds_config
 from deberta_ds.finetuning import options
 from deberta_ds.finetuning.features import encode
 from deberta_ds.tasks.settings import Settings, learning_rate_for, load, resolve
@@ -115,6 +114,6 @@ def test_every_preset_file_resolves_for_every_task_and_fits_its_texts(size):
 def test_a_gpu_with_bf16_takes_it_unless_told(monkeypatch, gpus, able, name):
     monkeypatch.setattr("deberta_ds.cluster.launcher.count_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: able)
-    found, values = options.deepspeed(None)
-    assert found == name and ds_config.precision(values) == ("bf16" if "bf16" in name else "fp32")
+    found, ds = options.deepspeed(None)
+    assert found == name and ds.precision == ("bf16" if "bf16" in name else "fp32")
     assert options.deepspeed("ds_configs/zero1_fp32.json")[0] == "ds_configs/zero1_fp32.json"

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import astuple, replace
+from inspect import signature
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,15 +15,15 @@ from launching import make_run
 from deberta_ds.base.splitmix import GAMMA, MASK64, mix64
 from deberta_ds.config import run_config
 from deberta_ds.config.model import MODELS, decoder_problems
-from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.objective import KINDS, MaskConfig, mask_defaults
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, SourceConfig
 from deberta_ds.data.rows import RowDataset, collate
 from deberta_ds.model import flops
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.encoder import Encoder
 from deberta_ds.objectives import base, mlm, rtd, rtd_cached
-from deberta_ds.objectives.base import masked_headline
-from deberta_ds.objectives.build import build_model, held_parameters
+from deberta_ds.objectives.base import Objective, masked_headline
+from deberta_ds.objectives.build import build_model, held_parameters, objective_named
 from deberta_ds.objectives.rtd import RtdModel, replace_targets, token_uniforms
 
 CONFIG = ModelConfig(**MODELS["tiny"] | {"vocab_size": 640, "hidden_dropout": 0.0,
@@ -331,3 +332,12 @@ def test_areas_are_those_of_scikit_learn():
         logits = (generator.integers(0, levels, 5000) + labels).astype(np.float32)
         assert rtd.areas(labels, logits) == pytest.approx(
             (roc_auc_score(labels, logits), average_precision_score(labels, logits)), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_file_of_objectives_is_an_objective(kind):
+    assert getattr(objective_named(kind), "MASK_DEFAULTS", {}) == mask_defaults(kind)
+    for name, wanted in vars(Objective).items():
+        if name[0] != "_":
+            found = getattr(objective_named(kind), name)
+            assert [*signature(found).parameters] == [*signature(wanted).parameters][1:], name

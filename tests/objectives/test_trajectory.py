@@ -11,9 +11,10 @@ from launching import ROOT, make_run
 
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import Phase
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.engine.optim import decay_groups, learning_rate
+from deberta_ds.engine.optim import decay_groups
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer

@@ -72,7 +72,7 @@ def test_values_fit_the_text_the_devices_and_each_other(tmp_path, tokens, device
     assert str(tmp_path / "mine.toml") in shlex.split(commands)  # as a shell reads it
     assert f"--seq_len {length}" in commands and f"--num_gpus {hardware.gpus} " in commands
     ds = ds_config.load(re.search(r"ds_configs/\w+\.json", commands)[0])
-    assert (hardware.gpu.peak(ds_config.matmul_precision(ds)) is not None) and stage < 3
+    assert (hardware.gpu.peak(ds.matmul_precision) is not None) and stage < 3
 
 
 def test_more_hours_give_a_larger_model_and_tokens_that_nobody_measured_are_named(tmp_path):

@@ -13,6 +13,7 @@ from launching import ENVIRONMENT, ROOT, make_run, python
 from deberta_ds.base.errors import ConfigError, UserError
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config
+from deberta_ds.engine.ds_config import CompleteConfig, DeepSpeedConfig
 from deberta_ds.engine.gpus import GPUS, card_of, cpu_ranks, peak_flops
 from deberta_ds.engine.passes import are_summed
 from deberta_ds.objectives.build import objective_of, parameter_sizes
@@ -30,7 +31,6 @@ MODELS = {
              "--train.activation_checkpointing=selective"],
 }
 TOLERANCE = 0.1
-BF16 = {"bf16": {"enabled": True}}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,10 @@ def weightless(monkeypatch):
     monkeypatch.setattr(plan, "trace", lambda *_, **__: Activations({0: 0}))
 
 
+def in_bf16(stage: int = 0, **zero) -> DeepSpeedConfig:
+    return DeepSpeedConfig(bf16={"enabled": True}, zero_optimization={"stage": stage} | zero)
+
+
 @cache
 def traced(run, precision: str) -> Activations:
     return trace(run, torch.bfloat16 if precision == "bf16" else torch.float32, fused=False)
@@ -70,9 +74,10 @@ def test_memory_is_within_ten_percent_of_what_is_allocated(run_file, names, rank
              for name in names))
     for name, measured in json.loads(out.read_text()).items():
         run, _ = run_config.load(run_file, MODELS[name.split(",")[0]])
-        memory = plan.memory_of(sum(parameter_sizes(run).values()), measured["ds"], ranks,
-                           traced(run, ds_config.precision(measured["ds"])),
-                           micro_batches > 1, are_summed(measured["ds"], micro_batches > 1))
+        ds = CompleteConfig(**measured["ds"])
+        memory = plan.memory_of(sum(parameter_sizes(run).values()), ds, ranks,
+                           traced(run, ds.precision), micro_batches > 1,
+                           are_summed(ds, micro_batches > 1))
         print(f"{name}: held {memory.held / measured['held'] - 1:+.1%}, "
               f"peak {memory.peak / measured['peak'] - 1:+.1%}")
         assert memory.held == pytest.approx(measured["held"], rel=TOLERANCE), name
@@ -120,22 +125,21 @@ def test_a_card_is_known_by_its_whole_name(monkeypatch, name, bf16, fp32):
 def test_a_card_without_bf16_is_not_planned_in_bf16(run_file, weightless):
     run, _ = run_config.load(run_file, ["--train.global_batch_size=64"])
     with pytest.raises(UserError, match="no bf16.*zero1_fp16"):
-        plan.make_plan(run, BF16, gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
-    ds = {"fp16": {"enabled": True}}
+        plan.make_plan(run, in_bf16(), gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
+    ds = DeepSpeedConfig(fp16={"enabled": True})
     assert plan.make_plan(run, ds, gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
 
 
 def test_states_of_the_published_sizes():
     """ZeRO's own arithmetic: 16 bytes a parameter in bf16 with fp32 Adam, gradients included."""
-    ds = BF16 | {"zero_optimization": {"stage": 3, "reduce_bucket_size": 0}}
-    nothing = Activations({0: 0})
-    assert plan.memory_of(1_000_000, ds, 1, nothing, False, False).held == 16_000_000
-    assert plan.memory_of(1_000_000, ds, 8, nothing, False, False).held == 2_000_000
+    ds, nothing = in_bf16(3, reduce_bucket_size=1), Activations({0: 0})
+    assert plan.memory_of(1_000_000, ds, 1, nothing, False, False).held == 16_000_000 + 2
+    assert plan.memory_of(1_000_000, ds, 8, nothing, False, False).held == 2_000_000 + 2
 
 
 def test_table(run_file):
     run, _ = run_config.load(run_file, ["--train.global_batch_size=64"])
-    ds = BF16 | {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}
+    ds = in_bf16(1, reduce_bucket_size=1000)
     choices = plan.make_plan(run, ds, gpu=GPUS["h100"], gpus=4, nodes=1, mfu=0.5)
     assert [(c.stage, c.checkpointing) for c in choices] == [
         (stage, how) for how in ("none", "selective", "full") for stage in (1, 2, 3)]
@@ -164,7 +168,7 @@ def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
     choices = plan.make_plan(run, ds, gpu=GPUS["h100"], gpus=4, nodes=1, mfu=0.5)
     assert {choice.stage for choice in choices} == stages
     parameters = sum(parameter_sizes(run).values())
-    width = 2 * ("offload_param" in ds["zero_optimization"])
+    width = 2 * (ds.offload("offload_param").device != "none")
     [line] = plan.offloaded(choices, 4)
     assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each node's memory" in line
     assert "not in the times" in line and plan.offloaded([replace(choices[0], memory=replace(
@@ -175,10 +179,10 @@ def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
     (0, 4, 2 * 2000), (1, 4, 3 * 2000), (2, 4, (2 * 4 + 1) * 2000),
     (3, 4, 4 * (2000 + 4 * 2000 + 2 * 1000))])  # scattered; gathered for every use
 def test_bytes_sent(stage, micro_batches, elements):
-    ds = BF16 | {"zero_optimization": {"stage": stage}}
-    sizes = [1000, 600, 400]
+    ds, sizes = in_bf16(stage), [1000, 600, 400]
     assert plan.most_sent(sizes, ds, 4, micro_batches) == 2 * elements * 3 / 4
-    wide = plan.most_sent(sizes, ds | {"communication_data_type": "fp32"}, 4, micro_batches)
+    in_fp32 = ds.model_copy(update={"communication_data_type": "fp32"})
+    wide = plan.most_sent(sizes, in_fp32, 4, micro_batches)
     gradients = 2000 * (micro_batches if stage > 1 else 1) * (1 if stage == 3 else 2)
     assert wide == (2 * elements + 2 * gradients) * 3 / 4
     assert plan.most_sent(sizes, ds, 1, micro_batches) == 0
@@ -217,15 +221,15 @@ def test_expected_mfu_follows_the_price_of_a_step(monkeypatch):
     run, _ = run_config.load("launch/runs/v3_base.toml", ["--train.micro_batch_size=64"])
     result = ROOT / "benchmarks/results/step_cost-v3_base-64x512-h100.json"
     priced = json.loads(result.read_text())
-    found = expected_mfu(run, GPUS["h100"], BF16)
+    found = expected_mfu(run, GPUS["h100"], ds := in_bf16())
     assert found == pytest.approx(0.152 * 218 / 168, rel=0.05)
     assert found == pytest.approx(0.67 * priced["total"]["mfu"], rel=0.15)
     few = replace(run, train=replace(run.train, micro_batch_size=16))
     eager = replace(few, train=replace(few.train, cuda_graph="off"))
-    assert expected_mfu(few, GPUS["h100"], BF16) > 3 * expected_mfu(eager, GPUS["h100"], BF16)
-    assert expected_mfu(run, GPUS["a100"], BF16) > found > expected_mfu(run, GPUS["l40s"], BF16)
+    assert expected_mfu(few, GPUS["h100"], ds) > 3 * expected_mfu(eager, GPUS["h100"], ds)
+    assert expected_mfu(run, GPUS["a100"], ds) > found > expected_mfu(run, GPUS["l40s"], ds)
     narrow = replace(run, model=replace(run.model, hidden_size=192))
-    assert expected_mfu(narrow, GPUS["h100"], BF16) < found / 2
+    assert expected_mfu(narrow, GPUS["h100"], ds) < found / 2
 
 
 def test_python_of_zero3_is_as_measured_and_a_node_of_eight_network_cards_has_their_sum():
@@ -240,7 +244,7 @@ def test_python_of_zero3_is_as_measured_and_a_node_of_eight_network_cards_has_th
 def test_advice_gives_its_reasons(run_file, weightless):
     run, _ = run_config.load(
         run_file, ["--train.global_batch_size=2048", "--train.micro_batch_size=2"])
-    ds = BF16 | {"zero_optimization": {"stage": 1}}
+    ds = in_bf16(1)
     choices = plan.make_plan(run, ds, gpu=GPUS["h100"], gpus=8, nodes=32, mfu=0.5)
     parameters = sum(parameter_sizes(run).values())
     best = plan.recommended(choices)

@@ -12,6 +12,7 @@ import rank_helpers
 from launching import make_run
 
 from deberta_ds.config import run_config
+from deberta_ds.engine.ds_config import CompleteConfig
 from deberta_ds.objectives.build import parameter_sizes
 from deberta_ds.planner.plan import most_sent
 
@@ -46,7 +47,7 @@ def test_bytes_are_those_counted(tmp_path, ranks):
     rank_helpers.run(ranks, [str(run), str(tmp_path / "out.json"), *cases], tmp_path / "log",
                      WORKER)
     for name, measured in json.loads((tmp_path / "out.json").read_text()).items():
-        case, ds = json.loads(name), measured["ds"]
+        case, ds = json.loads(name), CompleteConfig(**measured["ds"])
         settings, _ = run_config.load(run, case.get("overrides", []))
         sizes = list(parameter_sizes(settings).values())
         planned = most_sent(sizes, ds, ranks, case["micro_batches"])

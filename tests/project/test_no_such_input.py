@@ -108,7 +108,8 @@ def test_a_score_of_ones_own_that_fails(tmp_path, body, said):
 
 def test_an_nvme_path_that_is_not_there(tmp_path):
     section = {"device": "nvme", "nvme_path": str(tmp_path / "gone")}
-    (problem,) = ds_config.problems_on_this_node({"zero_optimization": {"offload_param": section}})
+    ds = ds_config.DeepSpeedConfig(zero_optimization={"offload_param": section})
+    (problem,) = ds_config.problems_on_this_node(ds)
     assert problem.startswith(f"zero_optimization.offload_param.nvme_path = '{tmp_path}/gone'")
 
 

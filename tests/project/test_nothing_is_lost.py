@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import rank_helpers
 from launching import ROOT, deepspeed_json, make_run, options_of
+from report_cases import make_result
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint import save, upload
@@ -104,9 +105,7 @@ def test_remains_that_cannot_be_deleted_are_set_aside(tmp_path, monkeypatch):
 
 
 def result(task: str, seed: int, **more) -> dict:
-    return {"task": task, "seed": seed, "start_weights": "a", "tokenizer": "t", "shape": {},
-            "score": 0.5, "metrics": {"accuracy": 0.5, "macro_f1": 0.5}, "baseline": 0.4,
-            "failed": False, "failure": "", "diagnostics": {}} | more
+    return make_result(task, seed, start_weights="a", tokenizer="t", shape={}) | more
 
 
 def test_results_of_other_tasks_and_seeds_stay(tmp_path):

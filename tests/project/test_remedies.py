@@ -27,12 +27,12 @@ from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError, user_message
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import problems_with_ranks
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.toml_files import as_override, as_toml
 from deberta_ds.corpus.documents import ReadOptions
 from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.engine import ds_config
-from deberta_ds.engine.optim import learning_rate
 from deberta_ds.finetuning.models import open_start
 from deberta_ds.release.model_files import write_ours
 from deberta_ds.tasks.readers import read_split
@@ -141,9 +141,9 @@ def refused(overrides: dict, ds: dict, ranks: int, weights: bool) -> str:
     words = [as_override(key, value) for key, value in overrides.items() if value != "(none)"]
     user_code.forget()
     try:
-        ds_config.check(ds, "ds.json")
+        checked = ds_config.check(ds, "ds.json")
         run, _ = run_config.load("run.toml", words)
-        check_run(run, ds, ranks, "run.toml")
+        check_run(run, checked, ranks, "run.toml")
         raise_problems("run.toml", problems_with_ranks(run.train, ranks, 0))
         learning_rate(run.optim, 0, run.train.steps)
         if weights:
@@ -178,8 +178,11 @@ def tried(words: str) -> tuple[bool, str]:
             else:
                 module, _, function = name.partition(":")
                 called = getattr(importlib.import_module(f"deberta_ds.{module}"), function)
-                printed.write(str(called(*(json.loads(one) if re.match(r"[[{]|\d+$", one)
-                                           else one for one in arguments)))[:500])
+                values = [json.loads(one) if re.match(r"[[{]|\d+$", one) else one
+                          for one in arguments]
+                if module == "engine.passes":
+                    values = [ds_config.DeepSpeedConfig(**values[0])]
+                printed.write(str(called(*values))[:500])
         except Exception as error:
             if (said := user_message(error)) is None:
                 raise

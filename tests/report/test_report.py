@@ -12,6 +12,7 @@ from report_cases import (
     event,
     make_config,
     make_records,
+    make_result,
     make_run,
     make_sweep,
     write_records,
@@ -236,8 +237,8 @@ def test_a_sweep_has_its_scores_curves_seeds_and_matrices(tmp_path):
 
 
 def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
-    runs = [{"task": "RTE", "seed": seed, "score": 0.0, "failed": True, "history": [],
-             "metrics": {"accuracy": 0.0}, "baseline": None, "error": "nan"} for seed in (1, 2)]
+    runs = [make_result("RTE", seed, score=0.0, failed=True, metrics={"accuracy": 0.0},
+                        baseline=None, error="nan") for seed in (1, 2)]
     zero = dict.fromkeys(("median", "min", "max"), 0.0)
     tasks = {"RTE": {"score": zero, "metrics": {"accuracy": zero}, "baseline": None, "seeds": 2,
                      "failed": 2, "diagnostics": {}}}

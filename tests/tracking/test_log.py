@@ -14,19 +14,14 @@ import pytest
 from deberta_ds.base import user_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import format_count, format_duration, format_value
+from deberta_ds.config.objective import KINDS
 from deberta_ds.config.run_config import LogConfig
 from deberta_ds.objectives.base import MINIMAL_PAIRS
-from deberta_ds.objectives.build import OBJECTIVES
+from deberta_ds.objectives.build import objective_named
 from deberta_ds.tracking import trackers
-from deberta_ds.tracking.log import (
-    RunLog,
-    append_record,
-    read_metrics,
-    trackers_of,
-    truncate_records,
-)
+from deberta_ds.tracking.log import RunLog, append_record, read_metrics, truncate_records
 
-METRICS = {kind: (*objective.METRICS, MINIMAL_PAIRS) for kind, objective in OBJECTIVES.items()}
+METRICS = {kind: (*objective_named(kind).METRICS, MINIMAL_PAIRS) for kind in KINDS}
 
 
 def train_record(step, **more):
@@ -270,20 +265,20 @@ RECORD = {"kind": "train", "step": 3, "loss": 2.5, "grad_norm": None}
 
 
 def test_a_service_without_its_library_is_named(monkeypatch):
-    assert trackers_of(LogConfig()) == [trackers.tensorboard]
+    assert trackers.trackers_of(LogConfig()) == [trackers.tensorboard]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="log.wandb = 'mine': needs the package wandb, which is"):
-        trackers_of(LogConfig(wandb="mine"))
+        trackers.trackers_of(LogConfig(wandb="mine"))
 
 
 def test_a_tracker_of_ones_own_gets_every_record(tmp_path):
     own = tmp_path / "tracker.py"
     own.write_text("SEEN = []\ndef log(record):\n    SEEN.append(record['step'])\n")
-    _, opened = trackers_of(LogConfig(callbacks=(f"{own}:log",)))
+    _, opened = trackers.trackers_of(LogConfig(callbacks=(f"{own}:log",)))
     opened(tmp_path, None).write(RECORD)
     assert user_code.load("log.callbacks", f"{own}:log").__globals__["SEEN"] == [3]
     with pytest.raises(UserError, match=r"log\.callbacks: .*tracker\.py has no gone"):
-        trackers_of(LogConfig(callbacks=(f"{own}:gone",)))
+        trackers.trackers_of(LogConfig(callbacks=(f"{own}:gone",)))
 
 
 @pytest.mark.parametrize("where", ["init", "log"])

@@ -10,7 +10,7 @@ import rank_helpers
 from launching import deepspeed_json, make_run, options_of
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.checkpoint.find import list_finished, newest, step_of
+from deberta_ds.checkpoint.find import Best, list_finished, newest, step_of
 from deberta_ds.config import run_config
 from deberta_ds.objectives import rtd
 from deberta_ds.tracking.log import read_metrics
@@ -59,14 +59,14 @@ def test_a_best_of_other_rows_counts_no_more(tmp_path):
     others = [dataclasses.replace(row, labels=np.roll(row.labels, 1)) for row in rows]
     assert scored != best.what_is_scored(run, {"": others}, [])  # of other masks
     fewer = best.what_is_scored(run, {"": rows[:8]}, [])
-    saved = best.Best("generator_loss", 1.5, 10, scored=scored)
-    assert best.continued(run, dataclasses.asdict(saved), scored) == (saved, "")
-    found, note = best.continued(run, dataclasses.asdict(saved), fewer)
-    assert found == best.Best("generator_loss", scored=fewer)
+    saved = Best("generator_loss", 1.5, 10, scored=scored)
+    assert best.continued(run, saved, scored) == (saved, "")
+    found, note = best.continued(run, saved, fewer)
+    assert found == Best("generator_loss", scored=fewer)
     assert "generator_loss = 1.5 at step 10" in note
     other, _ = run_config.load(make_run(tmp_path), ["--train.best_metric=minimal_pairs"])
-    assert best.continued(other, dataclasses.asdict(saved), "x") == (
-        best.Best("minimal_pairs", scored="x"), "")
+    assert best.continued(other, saved, "x") == (
+        Best("minimal_pairs", scored="x"), "")
     pairs = [([5, 6], [5, 7])]
     assert best.what_is_scored(other, {}, pairs) != best.what_is_scored(other, held_out, [])
 
@@ -84,7 +84,7 @@ def test_a_link_that_is_not_there_is_not_promised(tmp_path):
     run, _ = run_config.load(make_run(tmp_path), ["--train.best_metric=generator_loss"])
     said: list[str] = []
     trainer = types.SimpleNamespace(
-        run=run, best=best.Best("generator_loss", 1.5, 10, scored=""), _is_past_its_best=bool,
+        run=run, best=Best("generator_loss", 1.5, 10), _is_past_its_best=bool,
         log=types.SimpleNamespace(info=said.append),
         journal=types.SimpleNamespace(end=lambda *_: None))
     loop.Trainer._say_the_end(trainer, 20)
@@ -98,7 +98,7 @@ def test_a_link_that_is_not_there_is_not_promised(tmp_path):
 
 def test_what_is_better():
     metrics = {metric.key: metric for metric in rtd.METRICS}
-    one = best.Best("roc_auc", scored="")
+    one = Best("roc_auc")
     assert one.accept(metrics["roc_auc"], 10, 0.6) and not one.accept(metrics["roc_auc"], 20, 0.6)
     assert not one.accept(metrics["roc_auc"], 30, None)
     assert not one.accept(metrics["roc_auc"], 40, float("nan"))
@@ -131,8 +131,8 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     assert "minimal_pairs/de" in problems(best_metric="minimal_pairs/de", eval_corpus=several)
     assert "roc_auc/de" in problems(best_metric="roc_auc/de")
     assert "train.best_metric" in problems(patience=2)
-    saved = dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2, scored="x"))
+    saved = Best("roc_auc", 0.6, 10, 2, scored="x")
     wanted = dataclasses.replace(run, train=dataclasses.replace(run.train, best_metric="roc_auc"))
     assert best.continued(wanted, saved, "x")[0].without == 2
-    none = best.Best("", scored="")
-    assert best.continued(run, saved, "") == (none, "") == best.continued(run, {}, "")
+    none = Best()
+    assert best.continued(run, saved, "") == (none, "") == best.continued(run, Best(), "")

@@ -127,6 +127,6 @@ def test_tf32_is_for_gpus_alone_and_only_on_request(tmp_path, monkeypatch):
         monkeypatch.setattr(starting, "local_device", partial(torch.device, device))
         for given in ("false", "true"):
             run, _ = run_config.load(run_file, [f"--train.tf32={given}"])
-            starting.join_group(run, {}, "run.toml")
+            starting.join_group(run, ds_config.DeepSpeedConfig(), "run.toml")
             found.append(f"{device} {given}")
     assert found == ["cpu false", "cpu true", "cuda false", "high", "cuda true"]

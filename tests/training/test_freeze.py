@@ -12,10 +12,11 @@ from deberta_ds.base.errors import ConfigError
 from deberta_ds.checkpoint.find import path_of
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import Phase
-from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.config.optim import OptimConfig, learning_rate
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.engine.optim import layer_shares, learning_rate, thaw_factor
+from deberta_ds.engine.ds_config import DeepSpeedConfig
+from deberta_ds.engine.optim import layer_shares, thaw_factor
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.objectives.build import (
     build_model,
@@ -124,7 +125,7 @@ def test_names_of_parts(tmp_path, kind, freeze, frozen):
     names = dict(build_model(run).named_parameters())
     assert held_parameters(run, names)[0] == {
         name for name in names if name.startswith(tuple(frozen.split()))}
-    assert not objective_problems(run, {})
+    assert not objective_problems(run, False)
 
 
 def test_layers_learn_slower_from_the_top_of_each_network(tmp_path):
@@ -163,8 +164,8 @@ def test_what_cannot_be_frozen_is_named(tmp_path):
 
     def problems(*freeze, **train) -> str:
         with pytest.raises(ConfigError) as error:
-            check_run(with_train(run, freeze=freeze, **train), {"zero_optimization": {
-                "stage": 3, "offload_param": {"device": "nvme"}}}, 1, "run.toml")
+            check_run(with_train(run, freeze=freeze, **train), DeepSpeedConfig(zero_optimization={
+                "stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/"}}), 1, "run.toml")
         return str(error.value)
 
     text = problems("embedings", "layers.2-9", "layers.3-1", freeze_steps=20)

@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 
 import torch
+from started import build
 from workers import restore
 
 from deberta_ds.checkpoint import find, saved_state
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.engine import ds_config, engine
-from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import train_step
 
 THAW = 2  # step
@@ -31,7 +31,8 @@ RUNS = (("frozen", "zero0_fp32", (3,)),  # the last: steps to save at, and to go
 
 def train(run, inputs, kind: str, out: Path, start: int, saves: tuple[int, ...] = ()) -> dict:
     """Return losses and weights after the last step; `start`: go on from the checkpoint of it."""
-    ds = ds_config.resolve(run, restore.deepspeed_dict(kind, out), dist.world_size())
+    ds = ds_config.check(restore.deepspeed_dict(kind, out), kind)
+    ds = ds_config.resolve(run, ds, dist.world_size())
     model_engine = engine.build_pretraining_engine(run, ds, inputs.tokenizer.size)
     if start:
         saved_state.load_state(model_engine, find.path_of(out / f"{start}", 2))
@@ -54,8 +55,7 @@ def train(run, inputs, kind: str, out: Path, start: int, saves: tuple[int, ...] 
 
 def main() -> None:
     run, directory = run_config.load(sys.argv[1])[0], Path(sys.argv[2])
-    *_, ds = join_group(run, {}, "test")
-    *_, inputs = open_run(run, ds, "test", "never")
+    inputs, _ = build(run, {})
     found = {}
     for name, kind, saves in RUNS:
         one = dataclasses.replace(run, train=dataclasses.replace(

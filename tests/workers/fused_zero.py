@@ -17,19 +17,12 @@ from fused_model import CONFIG, batch_of_a_packed_row
 
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
+from deberta_ds.engine.ds_config import DeepSpeedConfig, resolve
 from deberta_ds.model import choose
 from deberta_ds.model.choose import pick
 from deberta_ds.training.step import train_step
 
 ARGUMENTS = ["--train.global_batch_size=1", "--train.micro_batch_size=1"]
-
-
-def settings(stage: int) -> dict:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    return {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
-            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": zero}
 
 
 def run(stage: int, fused: bool) -> list[torch.Tensor]:
@@ -41,7 +34,9 @@ def run(stage: int, fused: bool) -> list[torch.Tensor]:
     given, _ = run_config.load("launch/runs/v3_base.toml", ARGUMENTS)
     objective = replace(given.objective, generator_layers=2)
     given = replace(given, model=model, objective=objective)
-    model_engine = engine.build_pretraining_engine(given, settings(stage), None)
+    ds = DeepSpeedConfig(zero_optimization={
+        "stage": stage, "stage3_param_persistence_threshold": 0})
+    model_engine = engine.build_pretraining_engine(given, resolve(given, ds, 1), None)
     engine.set_learning_rate(model_engine, 1e-3)
     parameters = list(model_engine.module.parameters())
 

@@ -14,22 +14,20 @@ from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from started import build
 
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
-from deberta_ds.engine import ds_config, engine
+from deberta_ds.engine import engine
 from deberta_ds.engine.state import base_optimizer, buffers, layout_of
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import BadStepError, train_step
 
 BAD = "generator.head.dense.weight"
 
 
-def climb(run, ds_values: dict) -> dict:
-    *_, ds = join_group(run, ds_values, "test")
-    *_, inputs = open_run(run, ds, "test", "never")
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
+def climb(run, values: dict) -> dict:
+    inputs, model_engine = build(run, values)
     train = run.train
     batches = batches_of(run, inputs, start=0, end=4)
     found = {"losses": [], "updated": [], "norms": []}
@@ -100,7 +98,7 @@ def main() -> None:
     for argument in sys.argv[3:]:
         name, _, rest = argument.partition("=")
         path, *more = rest.split(":")
-        values = ds_config.load(path)
+        values = json.loads(Path(path).read_text())
         zero = values["zero_optimization"]
         if zero["stage"] == 3:
             zero["stage3_param_persistence_threshold"] = 0  # or nothing this small is partitioned

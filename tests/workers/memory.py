@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.model import dropout
 from deberta_ds.planner import activations
 from deberta_ds.training.inputs import batches_of
@@ -48,7 +49,7 @@ def measure(run, stage: int) -> dict:
     zero = {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1_000_000}
-    ds = {"zero_optimization": zero, "bf16": {"enabled": stage > 0}}
+    ds = DeepSpeedConfig(zero_optimization=zero, bf16={"enabled": stage > 0})
     *_, ds = join_group(run, ds, "test")
     *_, inputs = open_run(run, ds, "test", "never")
     batches = batches_of(run, inputs, start=0, end=2)
@@ -64,7 +65,7 @@ def measure(run, stage: int) -> dict:
         gc.collect()
     with Allocated() as used:
         step(1)
-    return {"held": held.end, "peak": held.end + used.peak, "ds": inputs.ds}
+    return {"held": held.end, "peak": held.end + used.peak, "ds": ds.as_dict()}
 
 
 def main() -> None:

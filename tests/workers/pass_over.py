@@ -26,7 +26,7 @@ from deberta_ds.training import loop
 real_step = loop.train_step
 
 
-def pretrain(run, ds: dict, bad_step: int | None) -> dict[int, list[float]]:
+def pretrain(run, ds: ds_config.DeepSpeedConfig, bad_step: int | None) -> dict[int, list[float]]:
     digests = {}
 
     def step_with_one_spike(model_engine, batches, *, step, ceiling, **options):

@@ -13,22 +13,20 @@ from pathlib import Path
 
 import recorded_graph
 import torch
+from started import build
 
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine, passes
 from deberta_ds.model import linear_cross_entropy
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import train_step
 
 STEPS = 3
 
 
-def train(run, ds_values: dict, way: str) -> tuple:
-    *_, ds = join_group(run, ds_values, "test")
-    *_, inputs = open_run(run, ds, "test", "never")
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
+def train(run, values: dict, way: str) -> tuple:
+    inputs, model_engine = build(run, values)
     model_engine.passes = passes.HookedPasses(model_engine)
     if way != "hooks":
         model_engine.passes = passes.Passes(model_engine, "auto" if way == "graph" else "off")

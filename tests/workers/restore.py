@@ -21,17 +21,18 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from started import build
 
 from deberta_ds.checkpoint import find, saved_state
-from deberta_ds.checkpoint.find import RunRecord
+from deberta_ds.checkpoint.find import Best, RunRecord
 from deberta_ds.checkpoint.save import begin_save, finish_save
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
+from deberta_ds.engine.ds_config import CompleteConfig
 from deberta_ds.engine.state import MASTER
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import train_step
 
 # Every kind of engine that trains, by stage, precision and where the optimizer lies.
@@ -69,16 +70,9 @@ def deepspeed_dict(kind: str, directory: Path) -> dict:
     return values
 
 
-def build(run, kind: str, directory: Path):
-    ds_values = deepspeed_dict(kind, directory)
-    *_, ds = join_group(run, ds_values, "test")
-    *_, inputs = open_run(run, ds, "test", "never")
-    return inputs, engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
-
-
 def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
-        inputs, model_engine = build(run, kind, directory)
+        inputs, model_engine = build(run, deepspeed_dict(kind, directory))
         batches = batches_of(run, inputs, start=0, end=2)
         for step in range(2):
             micro = next(batches)
@@ -92,11 +86,12 @@ def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
                                          save_latest=False)
 
 
-def write(model_engine, run, ds: dict, out: Path) -> None:
+def write(model_engine, run, ds: CompleteConfig, out: Path) -> None:
     record = RunRecord(step=2, sequences_seen=0, tokens_seen=0, seconds=0.0,
-                       world_size=dist.world_size(), config=run_config.to_dict(run), deepspeed=ds,
-                       content_hashes={}, tokenizer_sha256="", recent_losses=[], since_line={},
-                       time_use={}, begun_from="", best={}, versions={})
+                       world_size=dist.world_size(), config=run_config.to_dict(run),
+                       deepspeed=ds.as_dict(), content_hashes={}, tokenizer_sha256="",
+                       recent_losses=[], since_line={}, time_use={}, begun_from="", best=Best(),
+                       versions={})
     finish_save(begin_save(model_engine, out, record, keep=1))
 
 
@@ -109,7 +104,7 @@ def load(run, directory: Path, kinds: tuple[str, ...]) -> None:
     ranks = int(os.environ["WORLD_SIZE"])  # the group is joined by the first engine
     reference, again = REFERENCES[ranks], directory / f"again{ranks}"
     for loaded in kinds:
-        inputs, model_engine = build(other, loaded, directory)
+        inputs, model_engine = build(other, deepspeed_dict(loaded, directory))
         watch = no_loader_of_deepspeed  # the first load of each kind: watching is slow
         for saved, world_size in itertools.product(kinds, (1, 2)):
             source = find.path_of(directory / f"w{world_size}_{saved}", 2)

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as torch_dist
+from started import build
 
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
+from deberta_ds.engine.ds_config import CompleteConfig
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import train_step
 
 SENT: Counter = Counter()
@@ -92,22 +93,19 @@ def make_group(store, rank: int, ranks: int, timeout: timedelta):
 def measure(run, case: dict) -> dict:
     stage = case["stage"]
     zero = {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
-    ds = {"zero_optimization": zero | case.get("zero", {}), "bf16": {"enabled": stage > 0}}
-    ds |= case.get("ds", {})
-    *_, ds = join_group(run, ds, "test")
-    *_, inputs = open_run(run, ds, "test", "never")
+    values = {"zero_optimization": zero | case.get("zero", {}), "bf16": {"enabled": stage > 0}}
+    inputs, model_engine = build(run, values | case.get("ds", {}))
     batches = batches_of(run, inputs, start=0, end=2)
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     for number in range(2):  # the first one learns the order of the modules
         SENT.clear()
         train_step(model_engine, next(batches), step=number, seed=0)
     parameters = count_parameters(model_engine.module) if stage < 3 else sum(
         parameter.ds_numel for parameter in model_engine.module.parameters())
-    return {"sent": dict(SENT), "ds": inputs.ds, "parameters": parameters}
+    return {"sent": dict(SENT), "ds": inputs.ds.as_dict(), "parameters": parameters}
 
 
 def main() -> None:
-    engine.keep_nothing_gathered = lambda ds: ds  # only on a CPU; plans are a GPU's
+    engine.dict_for_deepspeed = CompleteConfig.as_dict  # as on a GPU, whose plans these are
     torch_dist.Backend.register_backend("counting", make_group, devices=["cpu"])
     torch_dist.init_process_group("counting")
     engine.deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # built for a minute

@@ -7,22 +7,20 @@ import sys
 from pathlib import Path
 
 import torch
+from started import build
 
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
+from deberta_ds.config.optim import learning_rate
 from deberta_ds.engine import engine
-from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.training.inputs import batches_of
-from deberta_ds.training.start import join_group, open_run
 from deberta_ds.training.step import train_step
 
 
-def trajectory(run, ds_values: dict) -> dict:
+def trajectory(run, values: dict) -> dict:
     """Return {"generator", "discriminator": losses, "words", "delta": final tables}."""
-    *_, ds = join_group(run, ds_values, "test")
-    *_, inputs = open_run(run, ds, "test", "never")
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
+    inputs, model_engine = build(run, values)
     train = run.train
     batches = batches_of(run, inputs, start=0, end=train.steps)
     losses = {"generator": [], "discriminator": []}
