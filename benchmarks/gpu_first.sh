@@ -17,7 +17,8 @@ memcheck() {
 import torch
 from deberta_ds.model.choose import Request
 from deberta_ds.model.kernels import checks
-print(checks.worst(checks.attention(Request(torch.device("cuda"), torch.bfloat16, 64))))'
+request = Request(torch.device("cuda"), (torch.bfloat16,), 64, (True, True))
+print(checks.worst(checks.attention(request)))'
 }
 profile() {
   ncu --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats \

@@ -3,13 +3,9 @@
 import os
 import sys
 
-import torch
-
-from deberta_ds.model.kernels.checks import Problem
-
 
 def passes(_request):
-    yield Problem("context", lambda x: x + 1e-6, lambda x: x, [torch.zeros(1)])
+    yield 1e-6, "context"
 
 
 def dies(_request):

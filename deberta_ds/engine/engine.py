@@ -45,7 +45,6 @@ from deberta_ds.engine.state import CheckpointError
 from deberta_ds.model import cpu
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.dropout import LinearGelu
-from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.build import build_model, held_parameters, objective_of
 
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
@@ -77,7 +76,6 @@ def prepare_rank() -> torch.device:
     if device.type == "cpu":
         cpu.keep_heap()
     else:
-        kernel_check.keep_on_this_node()
         if device.index >= torch.cuda.device_count():
             seen = counted(torch.cuda.device_count(), "GPU")
             raise UserError(f"LOCAL_RANK = {device.index}, but this process sees only {seen}; "

@@ -1,8 +1,8 @@
 """How one of several implementations is chosen: the best that can run here, and why.
 
-`KERNELS` is the table: the first row of an idea that runs on the device and in the dtype and whose
+`KERNELS` is the table: the first row of an idea that runs on the device and in the dtypes and whose
 limits hold is taken. A Triton kernel must agree with torch's operators on this card
-(`kernel_check`): where it does not, that is an error, not a slower kernel.
+(`kernels/checks.py`): where it does not, that is an error, not a slower kernel.
 """
 
 import logging
@@ -16,7 +16,6 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import TERMS, ModelConfig
-from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.precision import DTYPES
 
 _LOG = logging.getLogger("deberta_ds")
@@ -33,11 +32,10 @@ class Request(NamedTuple):
     """What a choice depends on: device, types and sizes, no values."""
 
     device: torch.device
-    dtype: torch.dtype  # of the operands; LayerNorm's and GELU's update
+    dtypes: tuple[torch.dtype, ...]  # of the operands; LayerNorm's and its like: update and state
     size: int  # of a head for attention, otherwise of a hidden state
-    state: torch.dtype | None = None  # LayerNorm's other operand; None: as `dtype`
-    terms: tuple[bool, ...] = (True, True)  # attention: which of TERMS
-    obstacle: str = ""  # what only the caller can see that rules out all but the last
+    terms: tuple[bool, ...] = ()  # attention: which of TERMS
+    obstacle: str = ""  # what only the caller can see that rules out all with a `device`
 
 
 class Kernel(NamedTuple):
@@ -52,22 +50,21 @@ class Kernel(NamedTuple):
     place: str = ""
     device: str = ""
     dtypes: tuple[torch.dtype, ...] = ()
-    check: str = ""  # of Triton kernels: is it right here? (kernels/checks.py)
+    check: str = ""  # of Triton kernels: problems that show whether it is right here
     largest: int = 1 << 31  # size
     multiple: int = 1  # of which every size is one, so that each state begins at a whole vector
     terms: int = len(TERMS)  # of attention: it has the first ones of TERMS
-    by_name_only: bool = False
 
 
 # LayerNorm, GELU and dropout; a program holds a whole hidden state.
 _NORM = ("cuda", (torch.float32, *_HALF), ".kernels.checks:norm", 8192)
-# The best first; the last of each idea runs everywhere.
+# The best first. What comes after one that runs everywhere is taken by name only.
 KERNELS = (
     Kernel("attention", "fused", ".kernels.attention:fused_path", "cuda", _HALF,
            ".kernels.checks:attention", LARGEST_HEAD, terms=2),
     Kernel("attention", "tiled", ".attention.tiled:tiled_attention", "cpu"),
-    Kernel("attention", "reference", ".attention.reference:reference_attention", by_name_only=True),
     Kernel("attention", "dense", ".attention.dense:dense_attention"),
+    Kernel("attention", "reference", ".attention.reference:reference_attention"),
     Kernel("cross-entropy", "fused", ".kernels.fused_cross_entropy:fused_linear_cross_entropy",
            "cuda", _HALF, ".kernels.checks:cross_entropy", multiple=16),
     Kernel("cross-entropy", "chunked", ".linear_cross_entropy:linear_cross_entropy"),
@@ -80,7 +77,7 @@ KERNELS = (
     Kernel("projections", "fused", ".fused_projections:fused_projections", "cuda"),
     Kernel("projections", "separate"),
 )
-_LOADED: dict[str, Any] = {"": None}  # functions by place
+_LOADED: dict[str, Any] = {"": None}  # functions by place; torch.compile can look one up
 
 
 def load(place: str) -> Any:
@@ -114,38 +111,37 @@ def pick(idea: str, request: Request, mode: str = "auto") -> tuple[Kernel, str]:
     cannot run here, and for one that fails its check.
     """
     known = [kernel for kernel in KERNELS if kernel.idea == idea]
-    option, last, missed = OPTIONS.get(idea, idea), known[-1].name, []
+    slow = next(kernel.name for kernel in known if not kernel.device)
+    option, reasons = OPTIONS.get(idea, idea), []
+    problem = f"it is none of {', '.join(kernel.name for kernel in known)}"
     for kernel in known:
-        if kernel.name == mode or (mode == "auto" and not kernel.by_name_only):
+        if mode in ("auto", kernel.name):
             if not (problem := _problem(kernel, request)):
                 break
-            missed.append(f"not {kernel.name}: {problem}")
+            reasons.append(f"not {kernel.name}: {problem}")
     else:
-        raise UserError(f"{option} = {mode!r}" + (
-            f" cannot run here: {problem}; use 'auto' or '{last}'" if missed else
-            f": choose one of {', '.join(['auto', *(kernel.name for kernel in known)])}"))
+        raise UserError(f"{option} = {mode!r} cannot run here: {problem}; use 'auto' or '{slow}'")
     if mode != "auto":
-        return kernel, f"{option} = {mode!r}"
-    why = "; ".join(missed)
+        reasons.append(f"{option} = {mode!r}")
+    elif reasons and request.device.type == "cuda" and known[0].check:
+        _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea, kernel.name,
+                     known[0].name, "; ".join(reasons))
     if kernel.check and not interpreted():
+        checks = import_module(".kernels.checks", "deberta_ds.model")  # it knows what is chosen
         try:
-            request = request._replace(state=request.state or request.dtype)
-            why = kernel_check.check(request, kernel.check)
+            reasons.append(checks.check(request, kernel.check))
         except UserError as error:
-            own = f"--model.{option}={last} in pretraining, or " if idea in OPTIONS else ""
+            own = f"--model.{option}={slow} in pretraining, or " if idea in OPTIONS else ""
             raise UserError(
                 f"{idea}: the {kernel.name} kernel fails its check on {socket.gethostname()}, "
                 f"{request.device}: {error}\nfix this, or go on without the kernel, several times "
                 f"slower: {own}set {OFF}=0 (torch's operators for all parts)") from None
-    if missed and request.device.type == "cuda" and known[0].check:
-        _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea, kernel.name,
-                     known[0].name, why)
-    return kernel, why
+    return kernel, "; ".join(reasons)
 
 
 def _problem(kernel: Kernel, request: Request) -> str:
     """Return what keeps a kernel from running, or an empty string."""
-    size, emulated, device = request.size, interpreted(), request.device
+    emulated, device = interpreted(), request.device
     if kernel.check and os.environ.get(OFF) == "0":
         return f"{OFF}=0"
     if kernel.device not in ("", device.type) and not emulated:
@@ -154,15 +150,15 @@ def _problem(kernel: Kernel, request: Request) -> str:
         return "the card has no compute capability {}.{}".format(*OLDEST)
     # On a card, attention's tiles do not fit into registers in fp32.
     known = {*kernel.dtypes, *([torch.float32] if emulated else [])}
-    if kernel.dtypes and (unknown := {request.dtype, request.state or request.dtype} - known):
+    if kernel.dtypes and (unknown := {*request.dtypes} - known):
         return f"it takes {names_of(kernel.dtypes)}, not {names_of(tuple(unknown))}"
     if kernel.device and request.obstacle:
         return request.obstacle
-    if size > kernel.largest:
-        what = "heads of {} are" if kernel.idea == "attention" else "hidden size {} is"
-        return f"{what.format(size)} larger than {kernel.largest}"
-    if size % kernel.multiple and not emulated:
-        return f"hidden size {size} is no multiple of {kernel.multiple}"
+    what = "heads of {} are" if kernel.idea == "attention" else "hidden size {} is"
+    if request.size > kernel.largest:
+        return f"{what.format(request.size)} larger than {kernel.largest}"
+    if request.size % kernel.multiple and not emulated:
+        return f"{what.format(request.size)} no multiple of {kernel.multiple}"
     return "it lacks a position term" if any(request.terms[kernel.terms:]) else ""
 
 
@@ -186,15 +182,14 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
     """
     size, terms = model.hidden_size, tuple(term in model.position_terms for term in TERMS)
     separate = "autocast" if weights != matmuls else "ZeRO-3" if zero_stage == 3 else ""
-    states = Request(device, matmuls, size, weights)
+    states = Request(device, (matmuls, weights), size)
     requests = {
-        "attention": Request(device, matmuls, model.head_size, terms=terms),
-        "cross-entropy": Request(device, matmuls, size), "LayerNorm": states, "GELU": states,
-        "dropout": Request(device, weights, size),
-        "projections": Request(device, weights, size, obstacle=separate)}
-    modes = {idea: getattr(model, option) for idea, option in OPTIONS.items()}
-    picked = {idea: pick(idea, one, modes.get(idea, "auto")) for idea, one in requests.items()
-              if idea not in without}
+        "attention": Request(device, (matmuls,), model.head_size, terms),
+        "cross-entropy": Request(device, (matmuls,), size), "LayerNorm": states, "GELU": states,
+        "dropout": Request(device, (weights, weights), size),
+        "projections": Request(device, (weights,), size, obstacle=separate)}
+    picked = {idea: pick(idea, one, getattr(model, OPTIONS.get(idea, ""), "auto"))
+              for idea, one in requests.items() if idea not in without}
     return {idea: {"kernel": kernel.name, "why": why} for idea, (kernel, why) in picked.items()}
 
 

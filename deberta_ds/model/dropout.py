@@ -112,7 +112,8 @@ class Dropout(nn.Module):
         mask = mask_of(self.p if self.training else 0.0, key)
         if mask is None:
             return hidden
-        _, fused = choose.find("dropout", "auto", hidden.device, hidden.dtype, hidden.shape[-1])
+        fused = choose.find("dropout", "auto", hidden.device, (hidden.dtype,) * 2,
+                            hidden.shape[-1])[1]
         return mask.apply(hidden) if fused is None else fused(hidden, mask)
 
 
@@ -161,7 +162,7 @@ def fused_kernel(idea: str, sublayer: torch.dtype, hidden: Tensor) -> Callable |
     if dtype != torch.float32 and (
             sublayer != dtype or torch.is_autocast_enabled(device.type)):
         return None
-    return choose.find(idea, "auto", device, sublayer, hidden.shape[-1], dtype)[1]
+    return choose.find(idea, "auto", device, (sublayer, dtype), hidden.shape[-1])[1]
 
 
 def _signed(word: int) -> int:

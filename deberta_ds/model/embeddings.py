@@ -45,8 +45,8 @@ def loss_function(mode: str, hidden_TC: Tensor, weight_VC: Tensor) -> Callable:
     """Return `linear_cross_entropy` or its Triton kernels; `mode` is `model.cross_entropy`."""
     large = max(hidden_TC.numel(), weight_VC.numel()) >= choose.MOST_ELEMENTS
     obstacle = "2^31 hidden states or weights and more" if large else ""
-    return choose.find("cross-entropy", mode, hidden_TC.device, matmul_dtype(hidden_TC),
-                       hidden_TC.shape[1], None, (True, True), obstacle)[1]
+    return choose.find("cross-entropy", mode, hidden_TC.device, (matmul_dtype(hidden_TC),),
+                       hidden_TC.shape[1], (), obstacle)[1]
 
 
 class InputBlock(nn.Module):

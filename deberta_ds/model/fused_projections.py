@@ -22,8 +22,8 @@ from deberta_ds.model import choose
 def find(inputs: list[Tensor], linears: list[nn.Linear]) -> Callable | None:
     """Return `fused_projections` where it runs, or None."""
     first = inputs[0]
-    return choose.find("projections", "auto", first.device, first.dtype, first.shape[-1], None,
-                       (True, True), obstacle(inputs, linears))[1]
+    return choose.find("projections", "auto", first.device, (first.dtype,), first.shape[-1], (),
+                       obstacle(inputs, linears))[1]
 
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _column_sums(grad_RC: Tensor) -> Tensor:
     """Return the sums of columns."""
     rows, size = grad_RC.shape
     # Dropout's kernel is of the same file, and in the same check.
-    if rows and choose.find("dropout", "auto", grad_RC.device, grad_RC.dtype, size)[1]:
+    if rows and choose.find("dropout", "auto", grad_RC.device, (grad_RC.dtype,) * 2, size)[1]:
         from deberta_ds.model.kernels.fused_norm import column_sums
 
         return column_sums(grad_RC.contiguous())

@@ -26,7 +26,7 @@ from deberta_ds.engine.gpus import peak_flops
 from deberta_ds.model import choose, cpu, flops
 from deberta_ds.model.backbone import init_parameters
 from deberta_ds.model.encoder import Trunk
-from deberta_ds.model.kernels import kernel_check
+from deberta_ds.model.kernels import checks
 from deberta_ds.training.meters import hardware
 from deberta_ds.training.rehearsal import fastest, preflight
 
@@ -65,17 +65,16 @@ def _machine() -> Iterator[str]:
     yield (f"processor: {hardware(torch.device('cpu'))}, {len(os.sched_getaffinity(0))} of "
            f"{os.cpu_count()} cores, {', '.join(has) or 'no AVX2'}; memory "
            f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available")
-    kernel_check.keep_on_this_node()
-    cache = os.environ["TRITON_CACHE_DIR"]
     for what, path in (("shared memory", "/dev/shm"), ("here", "."),
-                       ("TRITON_CACHE_DIR", cache)):
+                       ("TRITON_CACHE_DIR", checks.keep_on_this_node())):
         while not os.path.exists(path):
             path = os.path.dirname(path) or "."
         yield (f"{what}: {os.path.abspath(path)}, {_file_system(path)}, "
                f"{shutil.disk_usage(path).free / 2**30:.1f} GiB free")
-    missing = kernel_check.missing_tools()
-    yield (f"C compiler: {kernel_check.c_compiler() or 'none'}; "
-           f"{missing or 'Triton has what it needs'}")
+    try:
+        yield f"C compiler: {checks.c_compiler()}; Triton has what it needs"
+    except UserError as error:
+        yield str(error)
     names = sorted(name for name in os.environ if name.startswith(_VARIABLES))
     yield "environment: " + (" ".join(f"{name}={os.environ[name]}" for name in names) or "-")
     if shutil.which("nvidia-smi"):

@@ -33,7 +33,7 @@ from deberta_ds.model import (
 )
 from deberta_ds.model.backbone import Backbone  # noqa: E402
 from deberta_ds.model.encoder import Encoder  # noqa: E402
-from deberta_ds.model.kernels import kernel_check  # noqa: E402
+from deberta_ds.model.kernels import checks  # noqa: E402
 from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
 from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
 from deberta_ds.objectives.rtd_cached import CachedRtdModel  # noqa: E402
@@ -141,7 +141,7 @@ def fake_card(monkeypatch):
                  (linear_cross_entropy, "_sample", first_ids),
                  # Of numbers below minlength, so its shape is known.
                  (torch, "bincount", lambda group, minlength: group.new_zeros(minlength)),
-                 (kernel_check, "check", lambda *_arguments: "fake"))
+                 (checks, "check", lambda *_arguments: "fake"))
     for stand_in in stand_ins:
         monkeypatch.setattr(*stand_in)
     monkeypatch.delenv(choose.OFF, raising=False)

@@ -12,7 +12,7 @@ from attention_cases import SMALL_BUCKETS, V1, V3, Case, relative_errors, run
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.choose import Request
-from deberta_ds.model.kernels import checks, kernel_check
+from deberta_ds.model.kernels import checks
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu,
@@ -95,18 +95,18 @@ def test_the_masked_lms_loss_in_fp32(chunk):
     (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
     (torch.float16, torch.float16), (torch.float32, torch.float32)])
 def test_layer_norm_and_gelu(update, hidden, width):
-    error, where = checks.worst(
-        checks.norm(Request(torch.device("cuda"), update, width, hidden)))
-    assert error <= kernel_check.TOLERANCES[update], where
+    request = Request(torch.device("cuda"), (update, hidden), width)
+    error, where = checks.worst(checks.norm(request))
+    assert error <= checks.TOLERANCES[update], where
 
 
 def test_the_check_of_auto_passes_in_seconds(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for when in ("compiles", "compiled", "kept"):
-        found = kernel_check.check(Request(torch.device("cuda"), torch.bfloat16, 64),
-                                   ".kernels.checks:attention")
+        found = checks.check(Request(torch.device("cuda"), (torch.bfloat16,), 64, (True, True)),
+                             ".kernels.checks:attention")
         print(f"{when}: {found}")
-        kernel_check.check.cache_clear()
+        checks.check.cache_clear()
         if when == "compiles":
             shutil.rmtree(next(tmp_path.rglob("kernels")))
 

@@ -64,8 +64,7 @@ def main() -> None:
     pairs = zip(head_gradients("fused"), head_gradients("chunked"), strict=True)
     print(json.dumps([((a - b).norm() / b.norm()).item() for a, b in pairs]), flush=True)
     cpu = torch.device("cpu")
-    found = checks.worst(
-        checks.cross_entropy(Request(cpu, torch.bfloat16, 24), fused_linear_cross_entropy))
+    found = checks.worst(checks.cross_entropy(Request(cpu, (torch.bfloat16,), 24)))
     print(json.dumps({"check": found[0], "poison": poisoned()}), flush=True)
     for rows, size, vocab, valid, temperature, dtype in CASES:
         generator = torch.Generator().manual_seed(3)

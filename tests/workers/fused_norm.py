@@ -60,7 +60,7 @@ def main() -> None:
     fused_norm._NORM_PARTS, fused_norm._GELU_PARTS = 16, 2  # rows in several turns
     for update, state, rows, size in CASES:
         checks._STATES = rows
-        error, where = checks.worst(checks.norm(Request(CPU, update, size, state)))
+        error, where = checks.worst(checks.norm(Request(CPU, (update, state), size)))
         line = {"dtype": str(update)[6:], "rows": rows, "size": size, "error": error,
                 "of": where, "same_mask": same_mask(rows, size),
                 "repeats": repeats(state, rows, size)}

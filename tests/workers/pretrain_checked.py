@@ -19,6 +19,7 @@ os.environ["LOCAL_RANK"], tempfile.tempdir, socket.gethostname = "0", str(node),
 problem = choose._problem
 choose._problem = lambda kernel, asked: "" if kernel.check else problem(kernel, asked)
 choose.KERNELS = (
-    choose.Kernel("attention", "fused", ".attention.reference:reference_attention", check=check),
+    choose.Kernel("attention", "fused", ".attention.reference:reference_attention", "cpu",
+                  check=check),
     *(kernel for kernel in choose.KERNELS[1:] if not kernel.check))
 runpy.run_path(str(Path(__file__).parents[2] / "launch/pretrain.py"), run_name="__main__")

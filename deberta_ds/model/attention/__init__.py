@@ -71,5 +71,5 @@ def _find(k_BHLD: Tensor, queries: int, tables: tuple[Tensor | None, ...], geome
     # Bias matrices and the score gradients of gathered queries are indexed with 32 bits.
     elements = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(queries))
     too_large = batch * heads > _MOST_PROGRAMS or elements >= MOST_ELEMENTS
-    return find("attention", mode, k_BHLD.device, k_BHLD.dtype, size, None,
+    return find("attention", mode, k_BHLD.device, (k_BHLD.dtype,), size,
                 tuple(x is not None for x in tables), _TOO_LARGE if too_large else "")

@@ -245,7 +245,8 @@ def gathered_bias(k: Tensor, p2c_table: Tensor | None, query_facts: Tensor, key_
     tile = COLUMN_TILES["columns"]
     position_bias.columns_kernel[(bias.shape[2] // tile.block_m, batch * heads)](
         term, bias, *query_facts[:2], key_facts[0], query_facts.shape[2], keys, heads, band.span,
-        HAS_BIAS=p2c_table is not None, FAR=band.far, BR=tile.block_m, BC=tile.block_n)
+        HAS_BIAS=p2c_table is not None, FAR=band.far, BR=tile.block_m, BC=tile.block_n,
+        num_warps=tile.warps)
     return bias
 
 

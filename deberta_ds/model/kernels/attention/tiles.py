@@ -21,7 +21,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-COLUMN_TILES = {"columns": Tile(64, 64, 4, 3), "skew": Tile(16, 64, 4, 3)}  # of `gathered`
+COLUMN_TILES = {"columns": Tile(64, 64, 8, 3), "skew": Tile(16, 64, 4, 3)}  # of `gathered`
 
 
 @lru_cache
