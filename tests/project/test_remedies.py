@@ -178,11 +178,10 @@ def tried(words: str) -> tuple[bool, str]:
             else:
                 module, _, function = name.partition(":")
                 called = getattr(importlib.import_module(f"deberta_ds.{module}"), function)
-                values = [json.loads(one) if re.match(r"[[{]|\d+$", one) else one
-                          for one in arguments]
+                given = [json.loads(x) if re.match(r"[[{]|\d+$", x) else x for x in arguments]
                 if module == "engine.passes":
-                    values = [ds_config.DeepSpeedConfig(**values[0])]
-                printed.write(str(called(*values))[:500])
+                    given = [ds_config.DeepSpeedConfig(**given[0])]
+                printed.write(str(called(*given))[:500])
         except Exception as error:
             if (said := user_message(error)) is None:
                 raise

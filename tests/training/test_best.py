@@ -65,8 +65,7 @@ def test_a_best_of_other_rows_counts_no_more(tmp_path):
     assert found == Best("generator_loss", scored=fewer)
     assert "generator_loss = 1.5 at step 10" in note
     other, _ = run_config.load(make_run(tmp_path), ["--train.best_metric=minimal_pairs"])
-    assert best.continued(other, saved, "x") == (
-        Best("minimal_pairs", scored="x"), "")
+    assert best.continued(other, saved, "x") == (Best("minimal_pairs", scored="x"), "")
     pairs = [([5, 6], [5, 7])]
     assert best.what_is_scored(other, {}, pairs) != best.what_is_scored(other, held_out, [])
 
@@ -134,5 +133,4 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     saved = Best("roc_auc", 0.6, 10, 2, scored="x")
     wanted = dataclasses.replace(run, train=dataclasses.replace(run.train, best_metric="roc_auc"))
     assert best.continued(wanted, saved, "x")[0].without == 2
-    none = Best()
-    assert best.continued(run, saved, "") == (none, "") == best.continued(run, Best(), "")
+    assert best.continued(run, saved, "") == (Best(), "") == best.continued(run, Best(), "")
