@@ -70,7 +70,7 @@ def compile_kernel(name: str, architecture: int, size: int, length: int, gathere
     keep: the forward kernel keeps the sum of both terms, as it always does of gathered queries.
     """
     capability, far = (architecture // 10, architecture % 10), is_far(length)
-    tile = tiles.COLUMN_TILES.get(name)
+    tile = tiles.COLUMN_TILES.get("far " * far + name, tiles.COLUMN_TILES.get(name))
     tile = tile or tiles.choose_tile(capability, size, name, length, gathered, far)
     constants = dict(HAS_C2P=True, HAS_P2C=name == "forward" or not gathered, HAS_BIAS=True)
     constants |= dict(KEEP=keep or gathered, ONLY_SUMS=False, DROPOUT=True, PRECISION="tf32")

@@ -242,7 +242,7 @@ def gathered_bias(k: Tensor, p2c_table: Tensor | None, query_facts: Tensor, key_
     (batch, heads, keys, _), band = k.shape, make_band(reach, k.shape[2])
     term = _term(k, p2c_table, key_facts[1:3], band, scale)
     bias = _empty_bias(k, p2c_table, query_facts)
-    tile = COLUMN_TILES["columns"]
+    tile = COLUMN_TILES["far columns" if band.far else "columns"]
     position_bias.columns_kernel[(bias.shape[2] // tile.block_m, batch * heads)](
         term, bias, *query_facts[:2], key_facts[0], query_facts.shape[2], keys, heads, band.span,
         HAS_BIAS=p2c_table is not None, FAR=band.far, BR=tile.block_m, BC=tile.block_n,

@@ -21,7 +21,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-COLUMN_TILES = {"columns": Tile(64, 64, 8, 3), "skew": Tile(16, 64, 4, 3)}  # of `gathered`
+# Of gathered queries. Beyond the band, four warps for the columns would spill on sm_100.
+COLUMN_TILES = {"columns": Tile(64, 64, 4, 3), "far columns": Tile(64, 64, 8, 3),
+                "skew": Tile(16, 64, 4, 3)}
 
 
 @lru_cache
