@@ -6,7 +6,6 @@ import gc
 gc.disable()
 
 import deepspeed.module_inject.auto_ep_layer  # noqa: F401
-import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import sentencepiece.sentencepiece_model_pb2  # noqa: F401
 import setuptools  # noqa: F401
@@ -15,11 +14,7 @@ import torch
 import torch.utils.tensorboard  # noqa: F401
 from deepspeed.utils import nvtx
 
-import deberta_ds.model.attention.tiled
-import deberta_ds.model.linear_cross_entropy
-import deberta_ds.release.shape
-import deberta_ds.training.loop
-import deberta_ds.training.rehearsal  # noqa: F401
+import deberta_ds.training.loop  # noqa: F401
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.tokenizer.words import bytes_start_word
 

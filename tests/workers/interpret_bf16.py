@@ -78,17 +78,15 @@ def quick_tensor(self, handle, type):
     self.shape, self.numel = sizes_of(type)
 
 
-def known_block(kind, element, shape):
-    sizes = [getattr(size, "value", size) for size in getattr(shape, "value", shape)]
-    key = (element.name, *sizes)
-    if key not in blocks:
-        blocks[key] = block = object.__new__(kind)
-        make_block(block, element, sizes)
-    return blocks[key]
+@cache
+def one_block(kind, element, *sizes):
+    make_block(block := object.__new__(kind), element, list(sizes))
+    return block
 
 
-blocks, make_block = {}, tl.block_type.__init__
-tl.block_type.__new__, tl.block_type.__init__ = known_block, lambda *_: None
+make_block, tl.block_type.__init__ = tl.block_type.__init__, lambda *_: None
+tl.block_type.__new__ = lambda kind, element, shape: one_block(
+    kind, element, *(getattr(size, "value", size) for size in shape))
 tl.block_type.__hash__ = tl.pointer_type.__hash__ = tl.dtype.__hash__
 tl.tensor.__init__ = quick_tensor
 interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
