@@ -43,7 +43,8 @@ def start(launcher: str, work: Path, workers: int, *more: str) -> tuple[subproce
     """Start a job that would take minutes; return its first process and the mark of all of them."""
     ranks = 1 if launcher == "python" else 2
     run_file = make_run(work, steps="5000", save_every="5000", eval_every="5000",
-                        workers=str(workers), global_batch_size="2", micro_batch_size="1")
+                        workers=str(workers), global_batch_size="2", micro_batch_size="1",
+                        two_layers=True)
     ds_file, mark = deepspeed_json(work / "ds.json", 3 if ranks == 2 else 1), uuid.uuid4().hex
     port = [f"--master_port={free_port()}"] if launcher == "deepspeed" else []
     command = [*LAUNCHERS[launcher], *port, str(ROOT / "launch/pretrain.py"),

@@ -77,11 +77,11 @@ def test_a_rank_of_gloo_ends_without_taking_objects_apart(end, code, said, tmp_p
     """gloo's threads aborted 3 of 24 ranks that did: a thread that asks for the interpreter's lock
     while it is taken down is ended, and in C++ that is the end of the process, with code 134."""
     done = run(f"""import atexit, os, sys, threading, time
+import torch, torch.distributed as group
+from deberta_ds.cluster import dist
 rank = int(os.fork() == 0)
 if rank:  # or their lines mix
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-import torch, torch.distributed as group
-from deberta_ds.cluster import dist
 class Kept:
     def __del__(self):
         print('taken apart')

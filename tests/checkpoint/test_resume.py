@@ -81,7 +81,7 @@ def test_a_checkpoint_between_two_lines_loses_no_tokens(tmp_path, log_every):
     """tokens_seen and a line's means count every step since the last line, saves between or not."""
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     run_file = make_run(tmp_path, dropout=0.1, log_every=str(log_every), steps="14",
-                        save_every="3", workers="1", two_layers=True)
+                        save_every="3", workers="1", global_batch_size="4", two_layers=True)
     command = options_of(run_file, ds)
     rank_helpers.run(1, command, tmp_path / "whole.log")
     whole = train_lines(tmp_path / "out")
@@ -99,7 +99,7 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_its_command_goes_on_from_the
     """Later checkpoints are of a course that was left: neither kept for new ones nor loaded."""
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     run_file = make_run(tmp_path, dropout=0.1, steps="12", save_every="2", workers="1",
-                        two_layers=True)
+                        global_batch_size="4", two_layers=True)
     command = [*options_of(run_file, ds), "--train.keep=2"]
     rank_helpers.run(1, [*command, "--train.keep=9"], tmp_path / "whole.log")
     out, whole = tmp_path / "out", train_lines(tmp_path / "out")
@@ -120,7 +120,7 @@ def test_layers_that_keep_their_linear_outputs_go_on_under_zero3(tmp_path):
     ds = deepspeed_json(tmp_path / "zero3.json", 3, zero_optimization={
         "stage": 3, "stage3_param_persistence_threshold": 1000})
     run_file = make_run(tmp_path, dropout=0.1, steps="6", save_every="3", eval_every="6",
-                        two_layers=True)
+                        global_batch_size="4", two_layers=True)
     command = [*options_of(run_file, ds), "--train.activation_checkpointing=selective"]
     rank_helpers.run(1, command, tmp_path / "whole.log")
     halves = [*command, f"--out_dir={tmp_path / 'halves'}"]
@@ -134,14 +134,8 @@ def whole(tmp_path_factory):
     """(run file, DeepSpeed file) of a run that nothing has broken off."""
     root = tmp_path_factory.mktemp("whole")
     run_file = make_run(
-        root,
-        dropout=0.1,
-        steps="12",
-        eval_every="12",
-        save_every="2",
-        initial_batch_size="2",
-        batch_warmup_steps="9",
-        two_layers=True)  # kills fall into its growth
+        root, dropout=0.1, steps="9", eval_every="9", save_every="2", initial_batch_size="2",
+        batch_warmup_steps="8", two_layers=True)  # kills fall into its growth
     ds = deepspeed_json(root / "zero3.json", 3)
     torchrun(2, ROOT / "launch/pretrain.py", *options_of(run_file, ds))
     return run_file, ds
@@ -152,14 +146,14 @@ def test_killed_run_resumes_bit_identically(whole, tmp_path, moment):
     (run_file, ds), out = whole, tmp_path / "out"
     command = [*options_of(run_file, ds), f"--out_dir={out}"]
     step = start_and_kill(command, out, moment)
-    assert step < 12 and (moment is at_random or step_of(list_steps(out)[-1]) > step)
+    assert step < 9 and (moment is at_random or step_of(list_steps(out)[-1]) > step)
     text = rank_helpers.run(2, command, tmp_path / "resumed.log")
     assert f"resume at step {step}" in text
     unbroken = run_file.parent / "out"
     assert train_lines(out) == train_lines(unbroken)
     assert eval_scores(out) == eval_scores(unbroken)
-    first, _ = load_whole_state(unbroken / "checkpoints/step-00000012")
-    second, _ = load_whole_state(out / "checkpoints/step-00000012")
+    first, _ = load_whole_state(unbroken / "checkpoints/step-00000009")
+    second, _ = load_whole_state(out / "checkpoints/step-00000009")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -172,7 +166,7 @@ FALLING = ("--objective.mask.rate=0.3", "--objective.mask.final_rate=0.15",
 
 def test_other_ranks_and_stages_go_on_with_the_same_rows(tmp_path):
     """One rank, then two under ZeRO-3, then one under ZeRO-2; dropout depends on ranks: none."""
-    run_file = make_run(tmp_path, steps="12", save_every="4", log_every="1", workers="1",
+    run_file = make_run(tmp_path, steps="9", save_every="3", log_every="1", workers="1",
                         two_layers=True)
     configs = {stage: deepspeed_json(tmp_path / f"zero{stage}.json", stage) for stage in (1, 2, 3)}
 
@@ -182,11 +176,11 @@ def test_other_ranks_and_stages_go_on_with_the_same_rows(tmp_path):
         return rank_helpers.run(ranks, command, tmp_path / f"{name}-{stage}.log")
 
     run("whole", 1, 1)
-    run("moved", 1, 1, "--train.stop_after=4")
-    assert "1 rank" in run("moved", 2, 3, "--train.stop_after=8")
+    run("moved", 1, 1, "--train.stop_after=3")
+    assert "1 rank" in run("moved", 2, 3, "--train.stop_after=6")
     assert "2 ranks" in run("moved", 1, 2)
     whole, moved = records(tmp_path / "whole"), records(tmp_path / "moved")
-    assert [line["step"] for line in moved] == list(range(1, 13))
+    assert [line["step"] for line in moved] == list(range(1, 10))
     for line, other in zip(whole, moved, strict=True):
         for key in ("step", "sequences_seen", "tokens_seen"):
             assert line[key] == other[key], key

@@ -65,7 +65,7 @@ def score(total, per_token):
     ("evaluation", 10, 5), ("own score", 10, 5), ("start", 5, 0), ("upload", 5, 5)])
 def test_a_signal_in_a_slow_part_saves_and_the_next_start_goes_on(tmp_path, part, steps, last):
     """C2: nothing was saved, and it was said that it was; a start and an upload did not look."""
-    run = make_run(tmp_path, steps=str(steps), eval_every="5", save_every="5")
+    run = make_run(tmp_path, steps=str(steps), eval_every="5", save_every="5", two_layers=True)
     common = options_of(run, deepspeed_json(tmp_path / "ds.json", 1))
     slow, seen = list(common), path_of(tmp_path / "out", last) / "manifest.json"
     if part == "own score":

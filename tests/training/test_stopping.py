@@ -28,7 +28,7 @@ from deberta_ds.training.step import WINDOW, SpikeRule
 def job(tmp_path):
     """Return the arguments of a run that would take minutes, and its directory."""
     run_file = make_run(tmp_path, steps="2000", save_every="2000", eval_every="2000",
-                        workers=str(DataConfig.workers))
+                        workers=str(DataConfig.workers), two_layers=True)
     ds_file = deepspeed_json(tmp_path / "ds.json", 3)
     return options_of(run_file, ds_file), tmp_path
 
@@ -123,12 +123,12 @@ def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeyp
 
 @pytest.fixture(scope="module")
 def bad_step_runs(tmp_path_factory):
-    """({run: {step: digests of the weights before it}}, where the runs are); step 7 was bad."""
+    """({run: {step: digests of the weights before it}}, where the runs are); step 4 was bad."""
     root = tmp_path_factory.mktemp("pass_over")
-    run_file = make_run(root, steps="12", eval_every="100")
+    run_file = make_run(root, steps="8", eval_every="100", save_every="3", two_layers=True)
     files = [deepspeed_json(root / f"zero{stage}.json", stage) for stage in (1, 3)]
     files.append(ROOT / "ds_configs/zero2_fp16.json")
-    rank_helpers.run(2, [str(run_file), str(root / "out.json"), "7", f"skip={files[1]}",
+    rank_helpers.run(2, [str(run_file), str(root / "out.json"), "4", f"skip={files[1]}",
                          *(f"rollback={file}" for file in files)],
                      root / "log", ROOT / "tests/workers/pass_over.py")
     return json.loads((root / "out.json").read_text()), root
@@ -139,13 +139,13 @@ def bad_step_runs(tmp_path_factory):
 @pytest.mark.slow
 def test_a_bad_step_is_skipped_and_its_rows_are_recorded(bad_step_runs, name):
     digests, root = bad_step_runs
-    weights = [digests[name][str(step)] for step in range(12)]
-    before = 7 if name.startswith("skip") else 5  # no update, or the checkpoint of step 5
-    assert weights[8] == weights[before] != weights[6] and weights[9] != weights[8]
+    weights = [digests[name][str(step)] for step in range(8)]
+    before = 4 if name.startswith("skip") else 3  # no update, or the checkpoint of step 3
+    assert weights[5] == weights[before] != weights[2] and weights[6] != weights[5]
     records = read_metrics(root / name / "metrics.jsonl")
     event = next(r for r in records if r.get("event") == name.split("-")[0])
-    assert (event["step"], event["first_sequence"], event["last_sequence"]) == (8, 56, 63)
-    assert [r["step"] for r in records if r["kind"] == "train"] == [*range(1, 8), *range(9, 13)]
+    assert (event["step"], event["first_sequence"], event["last_sequence"]) == (5, 32, 39)
+    assert [r["step"] for r in records if r["kind"] == "train"] == [*range(1, 5), *range(6, 9)]
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "zero2_fp16"])
@@ -154,12 +154,12 @@ def test_a_bad_step_is_skipped_and_its_rows_are_recorded(bad_step_runs, name):
 def test_after_a_rollback_a_run_is_a_fresh_resume_without_those_rows(bad_step_runs, kind):
     digests, root = bad_step_runs
     rolled_back, fresh = (digests[f"{name}-{kind}"] for name in ("rollback", "fresh"))
-    assert [rolled_back[str(step)] for step in range(8, 12)] == [fresh[str(step)]
-                                                                 for step in range(8, 12)]
+    assert [rolled_back[str(step)] for step in range(5, 8)] == [fresh[str(step)]
+                                                                for step in range(5, 8)]
     losses = [[(r["step"], r["loss"], r["grad_norm"]) for r in
                read_metrics(root / f"{name}-{kind}/metrics.jsonl")
-               if r["kind"] == "train" and r["step"] > 8] for name in ("rollback", "fresh")]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
+               if r["kind"] == "train" and r["step"] > 5] for name in ("rollback", "fresh")]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
 @pytest.mark.multi

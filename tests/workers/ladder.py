@@ -2,7 +2,7 @@
 
     ladder.py RUN.toml OUT.json NAME=DS.json[:checkpointing:interval] ...
 
-Per rung: losses of four good steps with a spike discarded in the middle, the norms of both
+Per rung: losses of three good steps with a spike discarded between them, the norms of both
 networks' gradients after clipping, then what a non-finite gradient raised, and whether the weights
 moved in either.
 """
@@ -29,9 +29,9 @@ BAD = "generator.head.dense.weight"
 def climb(run, values: dict) -> dict:
     inputs, model_engine = build(run, values)
     train = run.train
-    batches = batches_of(run, inputs, start=0, end=4)
+    batches = batches_of(run, inputs, start=0, end=3)
     found = {"losses": [], "updated": [], "norms": []}
-    for step in range(4):
+    for step in range(3):
         engine.set_learning_rate(model_engine, run.optim.learning_rate)
         micro = next(batches)
         if step == 2:
@@ -40,7 +40,7 @@ def climb(run, values: dict) -> dict:
                                raise_if_bad=False)
             found["spike"] = [spike.updated, spike.problem, same(before, snapshot(model_engine))]
         result = train_step(model_engine, micro, step=step, seed=train.seed,
-                            request=step == 3 and dist.rank() == 1)
+                            request=step == 2 and dist.rank() == 1)
         found["losses"].append(result.loss)
         found["updated"].append(result.updated)
         found["norms"].append(float(model_engine.get_global_grad_norm() or 0.0))
@@ -74,7 +74,7 @@ def bad_gradient(model_engine, micro: list, seed: int) -> list:
     before = snapshot(model_engine)
     text = ""
     try:
-        train_step(model_engine, micro, step=4, seed=seed)
+        train_step(model_engine, micro, step=3, seed=seed)
     except BadStepError as error:
         text = str(error)
     return [text, same(before, snapshot(model_engine))]

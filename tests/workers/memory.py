@@ -4,7 +4,8 @@
 
 The other ranks are imaginary: in torch's "fake" process group every rank sends what this one does,
 at once. DeepSpeed allocates the same, and the readings do not hang on when the threads of a real
-backend let the buffers of finished collectives go.
+backend let the buffers of finished collectives go. Products of matrices are allocated and not
+computed: in bf16 on a CPU without AVX-512 they took nine tenths of the time.
 """
 
 import gc
@@ -71,6 +72,9 @@ def measure(run, stage: int) -> dict:
 def main() -> None:
     os.environ["LOCAL_RANK"] = "0"
     dropout.DropoutMask.apply = activations._dropped  # keep what a GPU would keep
+    products = torch.library.Library("aten", "IMPL")
+    products.impl("mm", lambda a, b: a.new_zeros(len(a), b.shape[1]), "CPU")
+    products.impl("addmm", lambda bias, a, b, **_: a.new_zeros(len(a), b.shape[1]), "CPU")
     torch.distributed.init_process_group("fake", rank=0, world_size=int(sys.argv[3]),
                                          store=FakeStore())
     engine.deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # built for a minute
