@@ -29,8 +29,7 @@ WORKER = Path(__file__).parents[1] / "workers/restore.py"
 def saved(tmp_path_factory):
     """Checkpoints of every stage, by two ranks: DIRECTORY/w2_zero3_fp32/checkpoints/step-..."""
     root = tmp_path_factory.mktemp("saved")
-    run_file = make_run(root, activation_checkpointing='"none"', global_batch_size="4",
-                        two_layers=True)
+    run_file = make_run(root, activation_checkpointing='"none"', two_layers=True)
     rank_helpers.run(2, ["save", str(run_file), str(root / "ck")], root / "log2", WORKER)
     return root
 
@@ -61,7 +60,7 @@ def test_every_kind_of_engine_keeps_what_muon_has(tmp_path):
     """Momenta alone for matrices; and after two steps every stage and precision is at one place."""
     run_file = make_run(
         tmp_path, activation_checkpointing='"none"', warmup_steps='5\nname = "muon"',
-        global_batch_size="4", two_layers=True)
+        two_layers=True)
     arguments = [str(run_file), str(tmp_path / "ck")]
     rank_helpers.run(2, ["save", *arguments], tmp_path / "log2", WORKER)
     rank_helpers.run(1, ["save", *arguments], tmp_path / "log1", WORKER)
