@@ -13,6 +13,7 @@ from data_helpers import RUN_RECORD
 
 from deberta_ds.checkpoint.find import RunRecord
 from deberta_ds.config.run_config import TrainConfig
+from deberta_ds.engine.ds_config import DeepSpeedConfig
 from deberta_ds.training import best, journal, loop, meters
 from deberta_ds.training.loop import Saver
 from deberta_ds.training.meters import (
@@ -137,8 +138,8 @@ def test_a_journal_goes_on_where_its_checkpoint_was(monkeypatch):
         "step": 10, "tokens_seen": 70, "config": {}, "since_line": {"tokens": 5.0}})
     monkeypatch.setattr(journal, "objective_of", lambda run: SimpleNamespace(
         flops_per_token=lambda run: 1.0, means=lambda run, sums: sums))
-    inputs = SimpleNamespace(ds={}, tokenizer=SimpleNamespace(sha256=""), dataset=SimpleNamespace(
-        num_rows={"a": 40}), identity={})
+    inputs = SimpleNamespace(ds=DeepSpeedConfig(), tokenizer=SimpleNamespace(sha256=""),
+                             dataset=SimpleNamespace(num_rows={"a": 40}), identity={})
     started = SimpleNamespace(
         record=record, inputs=inputs, lost_before=5.0, lost_now=2.0,
         found=SimpleNamespace(begun_from=""), log=SimpleNamespace(metrics=lines.append),
