@@ -13,10 +13,10 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from deberta_ds.base.errors import UserError, first_line
@@ -33,6 +33,18 @@ _WARM_UPS = 3  # passes before a capture: libraries choose their algorithms and 
 _GRAPHS = 2  # of different shapes, kept at once
 Sums = dict[str, Tensor]
 Forward = Callable[[Any], tuple[Tensor, Sums]]  # a micro-batch -> its loss, detached sums
+
+
+class Engine(Protocol):
+    """DeepSpeed's engine, which has no types. To call it is the forward pass of its module, the
+    model of an objective (`objectives.base.Objective`), such as `objectives.mlm.MlmModel`.
+    """
+
+    module: nn.Module
+    device: torch.device
+    passes: "HookedPasses"
+
+    def __call__(self, batch: Batch, normalizers: Sums) -> tuple[Tensor, Sums, Sums]: ...
 
 
 def graph_obstacle(run: RunConfig, ds: DeepSpeedConfig, device_type: str) -> str:
@@ -116,7 +128,7 @@ def first_bad_gradient(engine, batch, seed: int, forward: Forward) -> str:
 
 
 class HookedPasses:
-    """The passes of an update's micro-batches by DeepSpeed: `begin`, `run` each, `hand_over`."""
+    """The passes of an update by DeepSpeed: `begin_step`, `run_pass` each, `hand_over`."""
 
     def __init__(self, engine):
         self._engine, self._left = engine, 0
@@ -131,7 +143,7 @@ class HookedPasses:
 
     def run_pass(self, batch: Any, seed: int, forward: Forward, computing: Callable = nullcontext
             ) -> tuple[Tensor, Sums]:
-        """As `Passes.run`; the last backward pass is made by `hand_over`."""
+        """As `Passes.run_pass`; the last backward pass is made by `hand_over`."""
         engine = self._engine
         self._left -= 1
         engine.set_gradient_accumulation_boundary(not self._left)

@@ -172,28 +172,37 @@ class Layer(nn.Module):
         another autograd output, so that the norm's backward adds both gradients (`ResidualNorm`).
         The result is such a pair, too. With `cls_only`, only the output [B, 1, C] at column 0 is
         computed. `keys`: _LAYER_KEYS of dropout.
+        """
+        if decoder is not None:
+            return self._decode(hidden_BLC, relative_SC, segments_BL, keys, decoder), None
+        of_table, *of_blocks = keys
+        residual_BLC = hidden_BLC if residual_BLC is None else residual_BLC
+        if cls_only:
+            keys_values = self.attention.project_keys_values(hidden_BLC, relative_SC, of_table)
+            hidden_BLC, residual_BLC = hidden_BLC[:, :1], residual_BLC[:, :1]
+            queries_BHQD = self.attention.project_queries(hidden_BLC)
+        else:
+            queries_BHQD, keys_values = self.attention.project(hidden_BLC, relative_SC, of_table)
+        return self._block(residual_BLC, queries_BHQD, keys_values, segments_BL, of_blocks)
 
-        The decoder applies this very block twice with the queries z + h, then its own output,
-        while keys and values stay those of `hidden_BLC` (`emd_context_layer` of the official
+    def _decode(self, hidden_BLC: Tensor, relative_SC: Tensor | None, segments_BL: Tensor,
+                keys: Keys, decoder: DecoderQueries) -> Tensor:
+        """Return the states [B, M, C] of the paper's enhanced mask decoder.
+
+        It applies this very block twice with the queries z + h, then its own output, while keys
+        and values stay those of `hidden_BLC` (`emd_context_layer` of the official
         masked_language_model.py), so they are computed once.
         """
         attention, (of_table, *of_blocks) = self.attention, keys
-        residual_BLC = hidden_BLC if residual_BLC is None else residual_BLC
-        if decoder is None and not cls_only:
-            queries_BHQD, keys_values = attention.project(hidden_BLC, relative_SC, of_table)
-            return self._block(residual_BLC, queries_BHQD, keys_values, segments_BL, of_blocks)
-        keys_values = attention.project_keys_values(hidden_BLC, relative_SC, of_table)
-        if decoder is None:
-            queries_BHQD = attention.project_queries(hidden_BLC[:, :1])
-            return self._block(residual_BLC[:, :1], queries_BHQD, keys_values, segments_BL,
-                               of_blocks)
-        keys_values = attention.share_gathered(keys_values, segments_BL, decoder.columns_BM)
+        keys_values = attention.share_gathered(
+            attention.project_keys_values(hidden_BLC, relative_SC, of_table), segments_BL,
+            decoder.columns_BM)
         states_BMC = decoder.position_vectors_BMC + gather_columns(hidden_BLC, decoder.columns_BM)
         for first in (0, _BLOCK_KEYS):
             queries_BHMD = attention.project_queries(states_BMC)
             states_BMC, _ = self._block(states_BMC, queries_BHMD, keys_values, segments_BL,
                                         of_blocks[first:], decoder.columns_BM)
-        return states_BMC, None
+        return states_BMC
 
     def _block(self, residual_BQC: Tensor, queries_BHQD: Tensor, keys_values: KeysValues,
                segments_BL: Tensor, keys: list[Tensor | None], columns_BQ: Tensor | None = None

@@ -32,6 +32,7 @@ from deberta_ds.engine import ds_config, engine, passes
 from deberta_ds.engine.ds_config import CompleteConfig, DeepSpeedConfig
 from deberta_ds.engine.engine import local_device
 from deberta_ds.engine.optim import thaw_factor
+from deberta_ds.engine.passes import Engine
 from deberta_ds.engine.state import CheckpointError
 from deberta_ds.model import choose, cpu
 from deberta_ds.model.precision import DTYPES
@@ -55,7 +56,7 @@ class Started:
     inputs: Inputs
     log: RunLog
     stop_request: signals.StopRequest
-    engine: Any  # DeepSpeed's, which has no types
+    engine: Engine
     lost_before: float  # seconds that earlier starts took, and the steps that they lost
     lost_now: float  # the same of this start
     kernels: str  # which were chosen, in a line

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +28,9 @@ from deberta_ds.checkpoint.find import read_run_record
 from deberta_ds.cluster import dist
 from deberta_ds.config.batch_schedule import rows_before
 from deberta_ds.config.run_config import RunConfig
+from deberta_ds.data.rows import Batch
 from deberta_ds.engine.engine import BadStepError, Update, update
-from deberta_ds.engine.passes import Forward, Sums, first_bad_gradient, span
+from deberta_ds.engine.passes import Engine, Forward, Sums, first_bad_gradient, span
 from deberta_ds.training.meters import WorkMeter
 
 WINDOW = 100  # accepted steps that a loss is compared with
@@ -48,12 +48,12 @@ class Training:
     `name` says which `rows` of micro-batches are meant; `remedy` is what to do after a bad step.
     """
 
-    prepare: Callable[[Any, list], tuple[Forward, Sums, Sums]]
+    prepare: Callable[[Engine, list], tuple[Forward, Sums, Sums]]
     name: Callable[[Sequence[int]], str]
     remedy: str
 
 
-def mean_over_tokens(engine, batches: list) -> tuple[Forward, Sums, Sums]:
+def mean_over_tokens(engine: Engine, batches: list[Batch]) -> tuple[Forward, Sums, Sums]:
     """Return what `Training.prepare` does for pretraining: a mean over targets or tokens."""
     counts = count_over_ranks(batches, engine.device)
     # DeepSpeed averages over ranks and micro-batches; dividing the counts undoes that exactly.
@@ -153,9 +153,10 @@ class SpikeRule:
             self.losses.append(loss)
 
 
-def train_step(engine, batches: list, *, step: int, seed: int, training: Training = PRETRAINING,
-               ceiling: float = torch.finfo(torch.float64).max, request: bool = False,
-               raise_if_bad: bool = True, meter: WorkMeter | None = None) -> StepResult:
+def train_step(engine: Engine, batches: list, *, step: int, seed: int,
+               training: Training = PRETRAINING, ceiling: float = torch.finfo(torch.float64).max,
+               request: bool = False, raise_if_bad: bool = True, meter: WorkMeter | None = None
+               ) -> StepResult:
     """Make one update from this rank's micro-batches, unless the step is bad.
 
     Bad: the loss is above `ceiling` or not finite, or the gradient is not finite. Then no update is
@@ -170,7 +171,7 @@ def train_step(engine, batches: list, *, step: int, seed: int, training: Trainin
     engine.passes.begin_step(normalizers, len(batches))
     for batch, number in zip(batches, seeds, strict=True):
         loss, sums = engine.passes.run_pass(batch, number, forward,
-                                       meter.computing if meter else nullcontext)
+                                            meter.computing if meter else nullcontext)
         whole_loss += loss / (dist.world_size() * len(batches))
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
