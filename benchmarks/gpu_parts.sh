@@ -46,5 +46,32 @@ finish() {
   exit 1
 }
 
+work=${WORK:-runs/gpu_train}
+corpus=$work/corpus
+docstrings=("--data.sources=[{path = \"$corpus/train\"}]" "--data.heldout=$corpus/heldout"
+  "--data.tokenizer=$corpus/spm.model")
+_pack() {
+  mkdir -p "$work" && find "$work" -mindepth 1 -maxdepth 1 ! -name corpus -exec rm -rf {} + || return
+  [ -e "$corpus/packed" ] && return  # made by an earlier call, or brought along
+  rm -rf "$corpus" && mkdir "$corpus" &&
+    "$python" data_prep/docstrings.py --out "$corpus/text" &&
+    "$python" data_prep/train_tokenizer.py "$corpus/text/train.jsonl" --out "$corpus/spm.model" \
+      --vocab_size 8000 --threads 8 &&
+    "$python" data_prep/tokenize_corpus.py "$corpus/text/train.jsonl" --out "$corpus/train" \
+      --tokenizer "$corpus/spm.model" &&
+    "$python" data_prep/tokenize_corpus.py "$corpus/text/heldout.jsonl" --out "$corpus/heldout" \
+      --tokenizer "$corpus/spm.model" &&
+    "$python" data_prep/pack.py "$corpus/train" "$corpus/heldout" --tokenizer "$corpus/spm.model" \
+      --seq_len 512 &&
+    touch "$corpus/packed"
+}
+export -f _pack
+export work corpus python
+
+pack_docstrings() {  # rows of 512 tokens; nothing else of an earlier call stays in $work
+  part 55 "rows of docstrings" bash -c _pack
+  [ ${#failed[@]} -eq 0 ] || finish  # nothing else has a corpus then
+}
+
 total=0
 started=$(mktemp)

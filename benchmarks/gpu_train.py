@@ -1,4 +1,4 @@
-"""Compare two runs bit for bit, and profile a run by operator; benchmarks/gpu_train.sh calls both.
+"""Compare two runs bit for bit, and profile a run by operator; gpu_train.sh calls both.
 
   python -m benchmarks.gpu_train compare RUN OTHER --out FILE.json
   python -m benchmarks.gpu_train profile --out NAME -- PRETRAIN_OPTIONS...
@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.measure import environment
 from deberta_ds.base.errors import UserError, exit_cleanly
-from deberta_ds.base.files import write_atomic
-from deberta_ds.checkpoint.saved_state import load_whole_state
+from deberta_ds.base.files import MANIFEST, write_atomic
+from deberta_ds.checkpoint.find import list_finished
 
 SKIPPED_STEPS = 3  # of a profiled run: compilation and warming up
 ROWS = 60
@@ -34,7 +34,7 @@ def compare(run: Path, other: Path, out: Path) -> None:
     result = {"steps": len(ours), "bit_identical": not differs, "differs": differs,
               "tokens_per_second": speeds[len(speeds) // 2], "lines": ours}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    document = {"benchmark": "gpu_train", "environment": environment(device), "results": result}
+    document = {"benchmark": out.stem, "environment": environment(device), "results": result}
     write_atomic(out, json.dumps(document, indent=1) + "\n")
     if differs:
         raise UserError(f"{other}: {differs}; wrote {out}")
@@ -50,9 +50,11 @@ def difference(run: Path, other: Path) -> str:
             return f"step {mine['step']} differs from {run} in {differing}"
     if len(ours) != len(theirs):
         return f"it has {len(theirs)} steps, {run} has {len(ours)}"
-    whole, halves = (load_whole_state(path)[0] for path in (run, other))
-    different = [name for name in whole if not torch.equal(whole[name], halves[name])]
-    return f"the last checkpoint differs from {run} in {different[:5]}" if different else ""
+    files = [json.loads((list_finished(path)[-1] / MANIFEST).read_text())["files"]
+             for path in (run, other)]
+    different = [name for name, entry in files[0].items()
+                 if name.startswith("rank-") and files[1].get(name) != entry]
+    return f"{different} of the last checkpoint differ from {run}" if different else ""
 
 
 def profile(out: Path, options: list[str]) -> int:

@@ -20,8 +20,6 @@ set -uo pipefail
 source "$(dirname "$0")/gpu_parts.sh"
 use_wheels "$@"
 
-work=${WORK:-runs/gpu_train}
-corpus=$work/corpus
 results=benchmarks/results
 if [ -n "${TRY:-}" ]; then
   ds=ds_configs/zero1_fp32.json device=${DEVICE:-cpu}
@@ -34,33 +32,12 @@ else
   model=(--model.vocab_size=128128)  # of the published models: the loss is a tenth of the step
   rows=(--train.global_batch_size=128 --train.micro_batch_size=64)
 fi
-run=(--config launch/runs/v3_base.toml
-  "--data.sources=[{path = \"$corpus/train\"}]" "--data.heldout=$corpus/heldout"
-  "--data.tokenizer=$corpus/spm.model" --optim.warmup_steps=10 --train.steps=30
+run=(--config launch/runs/v3_base.toml "${docstrings[@]}" --optim.warmup_steps=10 --train.steps=30
   --train.save_every=15 --train.log_every=1 --train.eval_every=30 --train.eval_sequences=16
   "${model[@]}" "${rows[@]}")
 settings=("${run[@]}" --deepspeed_config "$ds")
 
-prepare() {
-  mkdir -p "$work" && find "$work" -mindepth 1 -maxdepth 1 ! -name corpus -exec rm -rf {} + || return
-  [ -e "$corpus/packed" ] && return  # made by an earlier call, or brought along
-  rm -rf "$corpus" && mkdir "$corpus" &&
-    "$python" data_prep/docstrings.py --out "$corpus/text" &&
-    "$python" data_prep/train_tokenizer.py "$corpus/text/train.jsonl" --out "$corpus/spm.model" \
-      --vocab_size 8000 --threads 8 &&
-    "$python" data_prep/tokenize_corpus.py "$corpus/text/train.jsonl" --out "$corpus/train" \
-      --tokenizer "$corpus/spm.model" &&
-    "$python" data_prep/tokenize_corpus.py "$corpus/text/heldout.jsonl" --out "$corpus/heldout" \
-      --tokenizer "$corpus/spm.model" &&
-    "$python" data_prep/pack.py "$corpus/train" "$corpus/heldout" --tokenizer "$corpus/spm.model" \
-      --seq_len 512 &&
-    touch "$corpus/packed"
-}
-export -f prepare
-export work corpus python
-
-part 55 "rows of docstrings" bash -c prepare
-[ ${#failed[@]} -eq 0 ] || finish  # nothing else has a corpus then
+pack_docstrings
 if [ "$half" = 2 ]; then
   kinds=(zero2_bf16 zero3_bf16 zero1_fp16 zero3_bf16_offload_cpu)
   [ -n "${TRY:-}" ] && kinds=(zero2_fp32 zero3_fp32)

@@ -149,7 +149,8 @@ def test_help_of_a_command_does_not_wait_for_torch():
 
 # The scripts for a GPU, as far as they go without one: limits, files, options, run settings.
 GPU_SCRIPTS = (("gpu_first.sh", "1"), ("gpu_first.sh", "2"), ("gpu_all.sh", "1"),
-               ("gpu_all.sh", "2"), ("gpu_train.sh", "1"), ("gpu_train.sh", "2"))
+               ("gpu_all.sh", "2"), ("gpu_train.sh", "1"), ("gpu_train.sh", "2"),
+               ("gpu_large.sh", "1"), ("gpu_large.sh", "2"))
 NINE_MINUTES = 540
 _PART = re.compile(r"(?P<seconds>\d+) s at most: (?P<name>.*?): (?P<command>(python3|env|bash) .*)")
 
@@ -209,8 +210,8 @@ def test_every_part_runs_a_file_that_is_there_with_options_that_it_has(script, h
 
 @pytest.mark.slow
 def test_the_corpus_is_made_by_commands_that_are_there(help_of):
-    text = (ROOT / "benchmarks/gpu_train.sh").read_text()
-    body = text[text.index("prepare() {"):text.index("export -f prepare")].replace("\\\n", " ")
+    text = (ROOT / "benchmarks/gpu_parts.sh").read_text()
+    body = text[text.index("_pack() {"):text.index("export -f _pack")].replace("\\\n", " ")
     commands = [line.strip(" &") for line in body.splitlines() if "data_prep/" in line]
     assert len(commands) == 5
     for command in commands:
@@ -221,13 +222,13 @@ def test_the_corpus_is_made_by_commands_that_are_there(help_of):
 
 @pytest.mark.slow
 def test_the_run_s_settings_are_valid():
-    for words in (*parts(("gpu_train.sh", "1")), *parts(("gpu_train.sh", "2"))):
+    for words in (words for script in GPU_SCRIPTS[-4:] for words in parts(script)):
         if "--config" not in words:
             continue
         run_file = words[words.index("--config") + 1]
         assert os.path.exists(ROOT / words[words.index("--deepspeed_config") + 1])
         # The list of sources holds blanks, so it comes apart here; it is checked elsewhere.
         overrides = [word for word in words if re.match(r"--(train|optim|model)\.", word)]
-        assert len(overrides) >= 7
+        assert len(overrides) >= 5
         run_config.load(ROOT / run_file, overrides, lambda values, origins: None
                     if "vocab_size" in values["model"] else values["model"].update(vocab_size=64))
