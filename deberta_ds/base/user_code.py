@@ -173,7 +173,10 @@ def function(key: str, value: str) -> Callable:
 def problems(run: Any) -> list[str]:
     """Return what is wrong with a run's functions; its objective says so by itself."""
     found = []
-    for key, value in (*_functions(run), *_listeners(run)):
+    # Those that are only told of a run may be edited on the way: they are in no digest.
+    told = [("train.after_save", one) for one in run.train.after_save]
+    told += [("log.callbacks", one) for one in run.log.callbacks]
+    for key, value in (*_functions(run), *told):
         try:
             function(key, value)
         except UserError as error:
@@ -207,9 +210,3 @@ def _functions(run: Any) -> list[tuple[str, str]]:
             *(("train.after_update", value) for value in run.train.after_update),
             *(("evaluate.metrics", value) for value in run.evaluate.metrics)]
     return [(key, value) for key, value in used if is_own(value)]
-
-
-def _listeners(run: Any) -> list[tuple[str, str]]:
-    """Return the functions that change nothing of a run, so that they may be edited on the way."""
-    return [*(("train.after_save", value) for value in run.train.after_save),
-            *(("log.callbacks", value) for value in run.log.callbacks)]

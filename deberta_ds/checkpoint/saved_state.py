@@ -223,11 +223,11 @@ class SavedState:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
     def read_whole(self, name: str, key: str = MASTER) -> Tensor:
-        """Return a parameter's fp32 weights, or what of the optimizer's state is as large, in its
-        own shape; of a frozen parameter, which has no state, its weights.
+        """Return a parameter's fp32 weights, or its `key` of the optimizer's state, which a frozen
+        one does not have: then its weights.
         """
-        key = MASTER if name in self._frozen else key
-        return self.read(name, key).float().reshape(self.shapes[name])
+        found = self.read(name, MASTER if name in self._frozen else key)
+        return found.float().reshape(self.shapes[name])
 
     def open(self, rank: int) -> safe_open:
         """Return the opened file of a rank."""

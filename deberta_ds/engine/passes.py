@@ -36,9 +36,7 @@ Forward = Callable[[Any], tuple[Tensor, Sums]]  # a micro-batch -> its loss, det
 
 
 class Engine(Protocol):
-    """DeepSpeed's engine, which has no types. To call it is the forward pass of its module, the
-    model of an objective (`objectives.base.Objective`), such as `objectives.mlm.MlmModel`.
-    """
+    """DeepSpeed's, which has no types; a call is its module's forward pass (`objectives.base`)."""
 
     module: nn.Module
     device: torch.device

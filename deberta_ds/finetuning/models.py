@@ -277,7 +277,7 @@ def save_finetuned(directory: Path, task: Task, settings: Settings, start: Start
     tables = {split: Path(name).name if os.path.isabs(name) else name  # the rest is private
               for split, name in task.files.items()}
     facts = {"format": _FORMAT,
-             "task": dataclasses.asdict(dataclasses.replace(task, files=tables)),
+             "task": dataclasses.asdict(dataclasses.replace(task, files=tables, stamps={})),
              "settings": dataclasses.asdict(settings), "threshold": threshold}
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from deberta_ds.tasks.answer_texts import language_of
 from deberta_ds.tasks.labels import is_ignored, to_line, without_label
 from deberta_ds.tasks.layouts import Example, examples_of
 from deberta_ds.tasks.line import line_format
-from deberta_ds.tasks.tables import Faults, each_row
+from deberta_ds.tasks.tables import Faults, each_row, stamps_of
 from deberta_ds.tasks.task import TASK_NAMES, NoSplitError, TableForm, Task
 from deberta_ds.tokenizer.text import normalize, normalize_all
 
@@ -322,6 +322,9 @@ def table_lines(task: Task, table: str | Path, split: str) -> Iterator[tuple[str
     """Yield (place, line) of a table: the UserError of one that cannot be read, _LEFT_OUT for one
     that is (of a test table: a line without label). GLUE's test tables have a header.
     """
+    if split == "train" and task.stamps and stamps_of(str(table)) != task.stamps:
+        raise UserError(f"{table}: changed since its labels were read; run the same command again "
+                        "when nothing writes to it any more")
     headless = task.headless if split != "test" else ()
     broken = task.broken_rows if split == "train" else 0
     form = TableForm(quoted=False) if task.name in TASK_NAMES else task.form

@@ -29,7 +29,7 @@ from deberta_ds.tasks.labels import (
 from deberta_ds.tasks.layouts import chosen, examples_of
 from deberta_ds.tasks.line import Line, hold_spaces, is_entities
 from deberta_ds.tasks.metrics import PREFIXED, PREFIXES
-from deberta_ds.tasks.tables import Row, convert, each_row, read_table, without_header
+from deberta_ds.tasks.tables import Row, convert, each_row, read_table, stamps_of, without_header
 from deberta_ds.tasks.task import OwnTask, Task
 from deberta_ds.tokenizer.words import is_unspaced
 
@@ -39,6 +39,7 @@ _MOST_LABELS = 1000
 def with_labels(task: Task, own: OwnTask, path: Path) -> tuple[Task, str]:
     """Return (the task with what train says of its labels, a line that tells it)."""
     find = {"spans": _with_answers, "regression": _with_numbers, "choice": _with_choices}
+    task = replace(task, stamps=stamps_of(task.files["train"]))
     task, said = find.get(own.kind, _with_names)(task, own, _rows(task, path))
     return task, f"{own.name}: {said}"
 

@@ -80,6 +80,12 @@ def files_like(pattern: str) -> list[str]:
     raise UserError(f"{pattern}: no file is called so")
 
 
+def stamps_of(table: str) -> dict[str, str]:
+    """Return {file: stamp} of a table that lies in files."""
+    files = [table] if os.path.exists(table) or table.startswith(HUB_TABLE) else files_like(table)
+    return {file: stamp_of(os.stat(file)) for file in files if not file.startswith(HUB_TABLE)}
+
+
 def _with_remedy(error: UserError) -> UserError:
     text = str(error)
     more = _ENCODING * text.endswith(TO_UTF8) + _CELLS * ("columns, the header has" in text)

@@ -75,6 +75,7 @@ class Task:
     settings: Mapping[str, Any] = field(default_factory=dict)  # where Settings' defaults do not fit
     # Of a user's own: how its tables are written.
     form: TableForm = field(default_factory=TableForm)
+    stamps: Mapping[str, str] = field(default_factory=dict)  # of train, at its labels' reading
     decimal: str = "."  # the mark in the numbers of a regression
     separator: str = ","  # between the names of several labels in a text
     vectors: bool = False  # several labels are written as 0 or 1 for each

@@ -30,7 +30,9 @@ from deberta_ds.corpus import tokenize as stage
 from deberta_ds.corpus.documents import ReadOptions, plan_units
 from deberta_ds.finetuning import predict_file
 from deberta_ds.finetuning.models import load_finetuned
+from deberta_ds.tasks.readers import read_split
 from deberta_ds.tasks.task import task_named
+from deberta_ds.tasks.task_file import load_own_task
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.training.inputs import open_inputs
 
@@ -150,6 +152,18 @@ def test_a_table_that_is_overwritten_while_it_is_predicted_is_refused(tmp_path, 
     with pytest.raises(UserError, match=r"t\.jsonl: changed while it was read"):
         predict(load_finetuned(tmp_path / "model"), table, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_table_that_is_overwritten_after_its_labels_were_read_is_refused(tmp_path):
+    """The labels were those of the old table, the examples those of the new one."""
+    table = tmp_path / "train.csv"
+    table.write_text("text,label\na good one,1\na bad one,0\n")
+    (tmp_path / "mood.toml").write_text('name = "mood"\nkind = "classification"\ntexts = ["text"]\n'
+                                        'label = "label"\ntrain = "train.csv"\n')
+    task, _ = load_own_task(tmp_path / "mood.toml")
+    overwrite(table, table.read_text().replace("one,1", "one,2"))
+    with pytest.raises(UserError, match=r"train\.csv: changed since its labels were read"):
+        read_split(task, tmp_path, "train")
 
 
 def test_what_own_code_imports_is_part_of_its_digest(tmp_path, monkeypatch):
