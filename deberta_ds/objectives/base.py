@@ -80,6 +80,8 @@ class Objective(Protocol):
     HEADS: dict[str, str]
     # What [objective.mask] leaves open; a module without it gets the defaults of MaskConfig.
     # MASK_DEFAULTS: dict[str, int | float]
+    # inputs(run, known) -> list of training.inputs.Input, of one that reads stored data besides the
+    # corpora, which are known["corpora"].value: it has `locate` for the `rows` of a batch.
 
     def encoders(self, run: RunConfig) -> dict[str, ModelConfig]:
         """Return the shape of every network, by the names in HEADS."""

@@ -77,10 +77,10 @@ def open_inputs(run: RunConfig, ds: CompleteConfig, place: str, step: int = 0) -
     """
     def opened() -> Known:
         known: Known = {}  # in the order of the fields of Inputs
-        for open_one in INPUTS:
-            one = open_one(run, known)
+        for one in (open_one(run, known) for open_one in INPUTS):  # each may ask for those before
             known[one.name] = one
-        known |= {one.name: one for one in getattr(objective_of(run), "inputs", lambda _: [])(run)}
+        if more := getattr(objective_of(run), "inputs", None):
+            known |= {one.name: one for one in more(run, known)}
         raise_problems(place, [
             *batch_schedule.problems_with_ranks(run.train, dist.world_size(), step),
             *(text for one in known.values() for text in one.problems)])

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import rank_helpers
 import torch
@@ -10,9 +11,12 @@ from launching import ROOT, deepspeed_json, losses, make_run, options_of, python
 
 from deberta_ds.checkpoint.find import CheckpointError, list_finished
 from deberta_ds.checkpoint.saved_state import SavedState
+from deberta_ds.config import run_config
+from deberta_ds.data.rows import RowDataset
 from deberta_ds.release.model_files import read_checkpoint
 from deberta_ds.release.reader import read_release
 from deberta_ds.report.rundata import read_run
+from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking.log import read_metrics
 
 NAMES = {"schedule": "inverse_sqrt.py:inverse_sqrt", "selection": "rare_words.py:rare_words",
@@ -56,6 +60,57 @@ def test_all_examples_at_once_and_resumed_bit_identically(tmp_path):
     refused = python(*command, f"--out_dir={tmp_path}/cut", check=False)
     assert refused.returncode and "is of another run" in refused.stderr
     assert f"- {schedule}:inverse_sqrt = sha256" in refused.stderr
+
+
+STORED = """
+import hashlib
+import numpy as np
+import torch
+from deberta_ds.objectives import mlm
+from deberta_ds.training.inputs import Input
+
+def __getattr__(name):
+    return getattr(mlm, name)
+
+def inputs(run, known):
+    global CORPORA, SUMS
+    data = open(PLACE, "rb").read()
+    CORPORA, SUMS = known["corpora"].value, np.frombuffer(data, np.int64)
+    return [Input("sums of ids", None, {"sums of ids": hashlib.sha256(data).hexdigest()},
+                  lines=[f"{len(SUMS)} sums"])]
+
+class Model(mlm.MlmModel):
+    def forward(self, batch, normalizers):
+        if self.training:  # a sum of ids is stored for each sequence
+            ids = torch.where(batch.labels >= 0, batch.labels, batch.input_ids).sum(1)
+            assert ids.tolist() == [SUMS[CORPORA.locate(row)[1]] for row in batch.rows.tolist()]
+        return super().forward(batch, normalizers)
+
+def build(run, valid_vocab):
+    return Model(run.model, valid_vocab)
+"""
+
+
+def test_an_objective_reads_stored_data_of_its_own_in_one_file(tmp_path):
+    run_file = make_run(tmp_path, steps="8", save_every="4", eval_every="4")
+    own, place = tmp_path / "stored.py", tmp_path / "sums"
+    own.write_text(STORED.replace("PLACE", repr(str(place))))
+    options = [f"--objective.kind={own}", "--train.freeze=[]"]
+    command = [*options_of(run_file, deepspeed_json(tmp_path / "ds.json", 1)), *options]
+    run, _ = run_config.load(run_file, options)
+    rows = RowDataset(run.data.sources, Tokenizer(run.data.tokenizer), seq_len=run.data.seq_len,
+                      seed=0, mask=run.objective.mask)
+    (count,) = rows.num_rows.values()
+    sums = np.zeros(count, np.int64)
+    for number in range(count):  # one epoch
+        row = rows[number]
+        sums[rows.locate(number)[1]] = np.where(row.labels >= 0, row.labels, row.input_ids).sum()
+    place.write_bytes(sums.tobytes())
+    log = rank_helpers.run(2, [*command, "--train.stop_after=4"], tmp_path / "log")
+    assert f"{count} sums" in log
+    place.write_bytes((sums + 1).tobytes())
+    with pytest.raises(AssertionError, match="sums of ids"):
+        rank_helpers.run(2, command, tmp_path / "log")
 
 
 def test_a_moving_average_is_kept_over_ranks_and_stages_and_checkpoints_are_told(tmp_path):
