@@ -1,4 +1,4 @@
-"""A run whose schedule, masks, objective, metric and optimizer are files of a user's own."""
+"""A run whose schedule, masks, objective, metric, optimizer and hooks are files of a user's own."""
 
 import json
 import shutil
@@ -20,7 +20,8 @@ from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking.log import read_metrics
 
 NAMES = {"schedule": "inverse_sqrt.py:inverse_sqrt", "selection": "rare_words.py:rare_words",
-         "kind": "small_states.py", "metric": "more_scores.py:saved_bits", "name": "lion.py:lion"}
+         "kind": "small_states.py", "metric": "more_scores.py:saved_bits", "name": "lion.py:lion",
+         "update": "moving_average.py:update"}
 
 
 def options(directory) -> list[str]:
@@ -28,7 +29,8 @@ def options(directory) -> list[str]:
     return [f"--optim.schedule={parts['schedule']}", f"--optim.name={parts['name']}",
             f"--objective.kind={parts['kind']}",
             f"--objective.mask.selection={parts['selection']}",
-            f'--evaluate.metrics=["{parts["metric"]}"]', "--train.best_metric=saved_bits"]
+            f'--evaluate.metrics=["{parts["metric"]}"]', "--train.best_metric=saved_bits",
+            f'--train.after_update=["{parts["update"]}"]']
 
 
 def test_all_examples_at_once_and_resumed_bit_identically(tmp_path):
@@ -53,7 +55,7 @@ def test_all_examples_at_once_and_resumed_bit_identically(tmp_path):
     assert len(scores) == 2 and all(r["saved_bits"] < 0 < r["state_size"] for r in scores)
     assert {"saved_bits", "state_size"} <= {m.key for m in read_run(tmp_path / "whole").metrics}
     saved = json.loads((tmp_path / "whole/config.json").read_text())["content_hashes"]
-    assert sum(".py" in name for name in saved) == 5 and f"{tmp_path}/own/lion.py:lion" in saved
+    assert sum(".py" in name for name in saved) == 6 and f"{tmp_path}/own/lion.py:lion" in saved
 
     schedule = tmp_path / "own/inverse_sqrt.py"
     schedule.write_text(schedule.read_text() + "\n# edited\n")
