@@ -5,9 +5,8 @@
 Both train on one thread of one process, one after the other, in fp32 or (--bf16) under bf16
 autocast, and score the validation split. Seconds of batching, forward, backward and update are
 compared, those of the CPU or, with --device cuda, of the clock; tokenization before that is left
-out for both. The Trainer (which needs `accelerate`) pads
-to the longest row of a batch; once more it groups rows by length itself. --profile prints where our
-time goes instead.
+out for both. The Trainer (which needs `accelerate`) pads to the longest row of a batch; once more
+it groups rows by length itself. --profile prints where our time goes instead.
 """
 
 import argparse

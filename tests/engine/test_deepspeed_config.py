@@ -217,5 +217,8 @@ def test_what_deepspeed_is_given_is_the_run_s(tmp_path):
         "gradient_accumulation_steps": 4, "gradient_clipping": 0,  # its own default clips at 1.0
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None}
+    for section, matmuls in (("torch_autocast", "bf16"), ("fp16", "fp16")):
+        given = ds_config.DeepSpeedConfig(**{section: {"enabled": True}})
+        assert given.matmul_precision == matmuls
     assert engine.dict_for_deepspeed(found)["zero_optimization"] == zero | {
         "stage3_param_persistence_threshold": 0}
