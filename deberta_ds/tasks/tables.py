@@ -82,8 +82,10 @@ def files_like(pattern: str) -> list[str]:
 
 def stamps_of(table: str) -> dict[str, str]:
     """Return {file: stamp} of a table that lies in files."""
-    files = [table] if os.path.exists(table) or table.startswith(HUB_TABLE) else files_like(table)
-    return {file: stamp_of(os.stat(file)) for file in files if not file.startswith(HUB_TABLE)}
+    if table.startswith(HUB_TABLE):
+        return {}
+    files = [table] if os.path.exists(table) else files_like(table)
+    return {file: stamp_of(os.stat(file)) for file in files}
 
 
 def _with_remedy(error: UserError) -> UserError:

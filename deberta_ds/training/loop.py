@@ -213,9 +213,10 @@ class Trainer:
         self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files,
                            self.log.info)
         self.stop_request.resumes_from = f"step {self.journal.step:,}"
-        self.after_update, self.after_save = (
-            [user_code.function(f"train.{key}", value) for value in getattr(run.train, key)]
-            for key in ("after_update", "after_save"))
+        self.after_update = [user_code.function("train.after_update", value)
+                             for value in run.train.after_update]
+        self.after_save = [user_code.function("train.after_save", value)
+                           for value in run.train.after_save]
         self.after_step: Callable[[], None] = lambda: None
 
     def run_to_end(self) -> bool:
