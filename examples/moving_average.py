@@ -31,15 +31,15 @@ def update(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("run", type=Path, help="run or checkpoint directory")
+    parser.add_argument("run", help="run or checkpoint directory")
     parser.add_argument("out", type=local, help="new directory")
     options = parser.parse_args()
 
     from deberta_ds.publish.convert import check_out, write_release
-    from deberta_ds.release.model_files import read_checkpoint
+    from deberta_ds.release.reader import read_release
 
     check_out(options.out)
-    write_release(read_checkpoint(options.run, "average"), options.run, Path(options.out), "hf")
+    write_release(read_release(options.run, key="average"), options.run, Path(options.out), "hf")
     print(f"wrote the moving average of {options.run} to {options.out}")
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError, first_line, naming
 from deberta_ds.base.files import atomic_path, read_json, write_atomic
 from deberta_ds.checkpoint.find import RUN_FILE, list_steps, read_newest, read_run_record
-from deberta_ds.checkpoint.saved_state import MASTER, load_whole_state
+from deberta_ds.checkpoint.saved_state import load_whole_state
 from deberta_ds.config.model import computed_anywhere
 from deberta_ds.config.run_config import ModelConfig, RunConfig, to_dict
 from deberta_ds.objectives.build import objective_of
@@ -272,11 +272,8 @@ def write_ours(release: Release, out: Path) -> list[str]:
     return notes + copy_tokenizer_files(release.tokenizer_files, out)
 
 
-def read_checkpoint(path: Path, key: str = MASTER) -> Release:
-    """Return the release of a training checkpoint, or of a run directory's newest one.
-
-    `key`: what of the optimizer's state is taken for the weights, such as a moving average.
-    """
+def read_checkpoint(path: Path, key: str) -> Release:
+    """Return the release of a training checkpoint, or of a run directory's newest one."""
     return read_newest(path, partial(_read_checkpoint, path, key))
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError, looked_in
 from deberta_ds.base.files import read_json
 from deberta_ds.checkpoint.find import is_unsaved_run, local_copy, newest
+from deberta_ds.checkpoint.saved_state import MASTER
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
@@ -87,15 +88,20 @@ def loaded(release: Release) -> LoadedModel:
                        head, release.identity)
 
 
-def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Release:
+def read_release(source: str | Path, tokenizer: str | Path | None = None, key: str = MASTER
+                 ) -> Release:
     """Return the release stored at `source`; UserError if it is none, damaged or inconsistent.
 
     `tokenizer` is the path of the one it was trained with, where `source` has none. It, or the
-    one of `source`, is the release's; None where there is none that is read.
+    one of `source`, is the release's; None where there is none that is read. `key`: what of the
+    optimizer's state of a checkpoint is taken for the weights, such as a moving average.
     """
     path = _existing(source)
     if _is_run(path):
-        release = model_files.read_checkpoint(path)
+        release = model_files.read_checkpoint(path, key)
+    elif key != MASTER:
+        raise UserError(f"{path}: is no checkpoint, and no other model has {key!r}; name a run or "
+                        "one of its checkpoints")
     elif _is_ours(path):
         release = model_files.read_ours(path)
     else:

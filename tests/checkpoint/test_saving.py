@@ -219,7 +219,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(runs):
 def test_a_checkpoint_holds_its_tokenizer_and_can_be_exported_where_the_run_was_moved(runs):
     path = find.path_of(runs / "b", 12)
     assert (path / "spm.model").read_bytes() == (runs / "spm.model").read_bytes()
-    found, = read_checkpoint(runs / "b").tokenizer_files.values()
+    found, = read_checkpoint(runs / "b", "fp32").tokenizer_files.values()
     assert (found.path, found.data) == (path / "spm.model", (runs / "spm.model").read_bytes())
 
 

@@ -9,11 +9,11 @@ import rank_helpers
 import torch
 from launching import ROOT, deepspeed_json, losses, make_run, options_of, python
 
+from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint.find import CheckpointError, list_finished
 from deberta_ds.checkpoint.saved_state import SavedState
 from deberta_ds.config import run_config
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.release.model_files import read_checkpoint
 from deberta_ds.release.reader import read_release
 from deberta_ds.report.rundata import read_run
 from deberta_ds.tokenizer import Tokenizer
@@ -141,16 +141,16 @@ def test_a_moving_average_is_kept_over_ranks_and_stages_and_checkpoints_are_told
         assert torch.allclose(found, expected, rtol=0, atol=1e-7), name
     python(ROOT / "examples/moving_average.py", tmp_path / "out", tmp_path / "hf")
     newest, exported = (read_release(tmp_path / name).main.tensors for name in ("out", "hf"))
-    average = read_checkpoint(tmp_path / "out", "average").main.tensors
+    average = read_release(tmp_path / "out", key="average").main.tensors
     assert all(exported[name].equal(average[name]) for name in newest)
     assert any(not exported[name].equal(newest[name]) for name in newest)
     with pytest.raises(CheckpointError, match="has no 'mean'; there are .* average"):
-        read_checkpoint(tmp_path / "out", "mean")
+        read_release(tmp_path / "out", key="mean")
+    with pytest.raises(UserError, match="hf: is no checkpoint, and no other model has 'mean'"):
+        read_release(tmp_path / "hf", key="mean")
 
     run = make_run(tmp_path, steps="1", save_every="1")
-    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
-    ds = deepspeed_json(tmp_path / "ds.json", 3)
-    ds.write_text(ds.read_text().replace('{"stage"', f'{{"offload_optimizer": {json.dumps(disk)}, '
-                                         '"stage"'))
+    ds.write_text(json.dumps({"zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}))
     refused = python(ROOT / "launch/pretrain.py", *options_of(run, ds), *options, check=False)
     assert "train.after_update: its functions get weights in memory" in refused.stderr
