@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from deberta_ds.base.command_line import parser_for
-from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.base.errors import UserError, exit_cleanly, still_at_work
 from deberta_ds.evaluate import pair_scores
 from deberta_ds.objectives.mlm import queries_of
 from deberta_ds.release.reader import LoadedModel, load_backbone
@@ -33,7 +33,9 @@ def main() -> None:
         raise UserError(f"{args.data}: no .jsonl; name the directory of EWoK's tables")
     model = load_backbone(args.model, for_text=True)
     texts = [(row["Context1"], row[f"Target{number}"]) for row in rows for number in (1, 2)]
-    outcome = outcomes(target_scores(model, texts).reshape(-1, 2))
+    different = list(dict.fromkeys(texts))  # two of three
+    score_of = dict(zip(different, target_scores(model, different), strict=True))
+    outcome = outcomes(np.array([score_of[text] for text in texts]).reshape(-1, 2))
     domains = np.array([row["Domain"] for row in rows])
     found = {str(name): float(outcome[domains == name].mean()) for name in np.unique(domains)}
     rng = np.random.default_rng(0)
@@ -56,11 +58,13 @@ def target_scores(model: LoadedModel, texts: list[tuple[str, str]]) -> np.ndarra
     queries = queries_of(encoded, tokenizer)
     asked = np.flatnonzero(queries.by_token & (queries.target >= before[queries.sentence]))
     lengths = np.array([len(ids) for ids in encoded])[queries.sentence[asked]]
-    sums = np.zeros(len(texts))
-    for items in pair_scores.cut_work(lengths):
-        chosen = asked[items]
-        np.add.at(sums, queries.sentence[chosen], pair_scores.masked_scores(
-            *model.masked_lm, tokenizer, encoded, queries, chosen))
+    sums, batches, done = np.zeros(len(texts)), pair_scores.cut_work(lengths), 0
+    with still_at_work(lambda: f"{done:,} of {len(batches):,} batches"):
+        for items in batches:
+            chosen = asked[items]
+            np.add.at(sums, queries.sentence[chosen], pair_scores.masked_scores(
+                *model.masked_lm, tokenizer, encoded, queries, chosen))
+            done += 1
     return sums
 
 
