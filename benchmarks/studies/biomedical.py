@@ -4,8 +4,8 @@
     python -m benchmarks.studies.biomedical MTL-Bioinformatics-2016/data --out biomedical.txt
 
 The task is NCBI-disease (Dogan et al. 2014). No sentence of it is written, and none twice. The
-words are joined by spaces, as the task's are. Then, as docs/evidence/novels.md, "Adapted to a
-domain", goes on.
+words are joined by spaces, as the task's are. Then, as docs/evidence/models.md, "A domain, with a
+task before and after", goes on.
 """
 
 import argparse
