@@ -8,10 +8,10 @@ words are joined by spaces, as the task's are. Then, as docs/evidence/models.md,
 task before and after", goes on.
 """
 
-import argparse
 from itertools import groupby
 from pathlib import Path
 
+from deberta_ds.base.command_line import parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.base.files import write_atomic
 
@@ -27,7 +27,7 @@ def sentences(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("corpora", type=Path, help="data/ of the repository")
     parser.add_argument("--out", type=Path, required=True, help="text, one sentence a line")
     options = parser.parse_args()
@@ -36,9 +36,10 @@ def main() -> None:
     of_task = set(sentences(options.corpora / TASK))
     found: dict[str, None] = {}  # in the order of the folders
     for folder in sorted(options.corpora.glob("*-IOB")):
-        new = [text for text in sentences(folder) if text not in of_task and text not in found]
-        found |= dict.fromkeys(new)
-        print(f"{folder.name:<24}{len(set(new)):>8,} new sentences")
+        new = dict.fromkeys(text for text in sentences(folder)
+                            if text not in of_task and text not in found)
+        found |= new
+        print(f"{folder.name:<24}{len(new):>8,} new sentences")
     write_atomic(options.out, "\n".join(found) + "\n")
     print(f"{sum(len(text.split()) for text in found):,} words in {len(found):,} sentences")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from deberta_ds.base.command_line import parser_for
-from deberta_ds.base.errors import UserError, exit_cleanly, still_at_work
+from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.evaluate import pair_scores
 from deberta_ds.objectives.mlm import queries_of
 from deberta_ds.release.reader import LoadedModel, load_backbone
@@ -58,13 +58,13 @@ def target_scores(model: LoadedModel, texts: list[tuple[str, str]]) -> np.ndarra
     queries = queries_of(encoded, tokenizer)
     asked = np.flatnonzero(queries.by_token & (queries.target >= before[queries.sentence]))
     lengths = np.array([len(ids) for ids in encoded])[queries.sentence[asked]]
-    sums, batches, done = np.zeros(len(texts)), pair_scores.cut_work(lengths), 0
-    with still_at_work(lambda: f"{done:,} of {len(batches):,} batches"):
-        for items in batches:
-            chosen = asked[items]
-            np.add.at(sums, queries.sentence[chosen], pair_scores.masked_scores(
-                *model.masked_lm, tokenizer, encoded, queries, chosen))
-            done += 1
+    words, masked_lm = model.masked_lm
+    sums = np.zeros(len(texts))
+    for items, scores in pair_scores.over_ranks(
+            lambda items: pair_scores.masked_scores(words, masked_lm, tokenizer, encoded, queries,
+                                                    asked[items]),
+            pair_scores.cut_work(lengths), "masked LM"):
+        np.add.at(sums, queries.sentence[asked[items]], scores)
     return sums
 
 

@@ -116,7 +116,7 @@ def _likelihoods(model: LoadedModel, sentences: list[list[int]],
     (words, masked_lm), tokenizer = model.masked_lm, model.tokenizer
     queries = queries_of(sentences, tokenizer, word_ids)
     lengths = np.array([len(ids) for ids in sentences])[queries.sentence]
-    scored = _over_ranks(
+    scored = over_ranks(
         lambda items: masked_scores(words, masked_lm, tokenizer, sentences, queries, items),
         cut_work(lengths), "masked LM")
     values = np.empty(len(lengths))
@@ -132,7 +132,7 @@ def _originality(model: LoadedModel, sentences: list[list[int]], place: np.ndarr
     """Return {scorer: [pairs, 2]} of the discriminator."""
     head = model.replaced_token_head
     assert head is not None
-    scored = _over_ranks(
+    scored = over_ranks(
         lambda items: original_scores(model.backbone, head, sentences, items),
         cut_work(np.array([len(ids) for ids in sentences])), "discriminator")
     pieces: list[np.ndarray] = [np.empty(0)] * len(sentences)
@@ -156,8 +156,8 @@ def _differing(sentences: list[list[int]], pieces: list[np.ndarray], good: int, 
             pieces[bad][before:len(other) - after].sum())
 
 
-def _over_ranks(score: Callable[[np.ndarray], np.ndarray], batches: list[np.ndarray],
-                title: str) -> list[tuple[np.ndarray, np.ndarray]]:
+def over_ranks(score: Callable[[np.ndarray], np.ndarray], batches: list[np.ndarray],
+               title: str) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (items, their scores) of every batch, each computed by one rank."""
     mine = batches[dist.rank()::dist.world_size()]
     done: list = []

@@ -77,7 +77,8 @@ def open_inputs(run: RunConfig, ds: CompleteConfig, place: str, step: int = 0) -
     """
     def opened() -> Known:
         known: Known = {}  # in the order of the fields of Inputs
-        for one in (open_one(run, known) for open_one in INPUTS):  # each may ask for those before
+        for open_one in INPUTS:
+            one = open_one(run, known)
             known[one.name] = one
         if more := getattr(objective_of(run), "inputs", None):
             known |= {one.name: one for one in more(run, known)}

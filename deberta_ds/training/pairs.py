@@ -164,7 +164,7 @@ def _holds_pairs(file: Path) -> bool:
 
 def _of_table(place: str, stem: str, file: BinaryIO) -> Iterator[MinimalPair]:
     for at, values in read_table(place, file):
-        if not isinstance(values, dict) or not any(key in values for key in sum(_SENTENCES, ())):
+        if not isinstance(values, dict) or not any(values.keys() & keys for keys in _SENTENCES):
             raise UserError(f"{at}: must be a JSON object with sentence_good and sentence_bad, "
                             f"it is {json.dumps(values)[:60]}")
         good, bad = (_sentence(values.get(next((key for key in keys if key in values), keys[0])),

@@ -57,7 +57,7 @@ def test_formats_are_read(tmp_path):
 
 @pytest.mark.parametrize("name, text, message", [
     ("x.jsonl", "{", "x.jsonl:1: not a JSON object"),
-    ("x.jsonl", '{"text": 3}', 'with sentence_good and sentence_bad, it is {"text": 3}'),
+    ("x.jsonl", "3", "must be a JSON object with sentence_good and sentence_bad, it is 3"),
     ("x.jsonl", '{"sentence_good": "a"}', "sentence_bad: must be a sentence, it is null"),
     ("x.jsonl", '\n{"sentence_good": "a", "sentence_bad": " "}', "l:2, sentence_bad: is empty"),
     ("x.jsonl", '{"sentence_good": "a", "sentence_bad": "b", "UID": 3}', "UID: must be a name"),
